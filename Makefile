@@ -1,4 +1,4 @@
-# Users: demo, reproduce. Committed results: gallery, circuits, fading, notebooks. What ships with the package: prefixes, scorers.
+# Users: demo, reproduce. Committed results: gallery, circuits, fading, notebooks, numbers. What ships with the package: prefixes, scorers.
 # Developers: test, test-long, test-hooked, lint, types (all five: check), docs, drills, lowest, newest, audit, sbom, dist, locks, clean.
 SCALE ?= quick
 DATA ?= data
@@ -10,7 +10,7 @@ export PYTHONDONTWRITEBYTECODE =
 RUN := .venv/.run-installed
 DEV := .venv/.installed
 HOOKED := .venv-hooked/.installed
-.PHONY: demo reproduce gallery circuits fading notebooks prefixes scorers steering-prompts test test-long drills test-hooked lint types check docs lowest newest audit dist sbom locks clean
+.PHONY: demo reproduce gallery circuits fading notebooks numbers prefixes scorers steering-prompts test test-long drills test-hooked lint types check docs lowest newest audit dist sbom locks clean
 .DELETE_ON_ERROR:
 
 # A first look, in a minute or two: results/demo/report.html.
@@ -47,6 +47,11 @@ notebooks: $(NOTEBOOKS:%=docs/notebooks/%.ipynb)
 docs/notebooks/%.ipynb: analyses/%.py $(DEV)
 	jupytext --quiet --set-kernel python3 --to ipynb --output $@ $<
 	TQDM_DISABLE=1 jupyter-execute --inplace $@
+
+# What documents quote, out of the committed tables.
+numbers: $(RUN)
+	python docs/write_claims.py
+	python docs/write_numbers.py
 
 # Files share two processes of one thread each; what needs the machine to itself follows in one.
 PARALLEL := --numprocesses 2 --dist loadfile --no-loadscope-reorder --durations 60

@@ -3,8 +3,8 @@
 #
 # Not in the paper. Methods without a bias, with LaPA2 in all heads, in chosen heads, and in random
 # heads. The grid has three parts: (a) sentiment, (b) further methods on sentiment, (c) topic. Arms,
-# prompts and tests were written down before the run (docs/results.md). A part that is not finished
-# has no tests.
+# prompts and tests were written down before the run (docs/studies/bases.md). A part that is not
+# finished has no tests.
 #
 #     make steering-prompts DATA=FOLDER && lapa2 sweep quick/bases --out results/bases
 #     python analyses/bases.py results/bases && python figures/bases.py results/bases

@@ -160,7 +160,7 @@ def title_of(figure):
     tables = [*figure.parent.glob(f"tables/{figure.stem}.md"), *figure.parent.glob("*.md")]
     if tables:
         return tables[0].read_text("utf-8").splitlines()[0].strip("# ")
-    pages = "".join(page.read_text("utf-8") for page in sorted(DOCS.glob("*.md")))
+    pages = "".join(page.read_text("utf-8") for page in sorted(DOCS.rglob("*.md")))
     title = re.search(rf"!\[(.+)\]\(\S+/{figure.name}\)", pages)[1]
     of_several = figure.parent.parent not in (FIGURES, FIGURES.parent)
     return f"{title}: {figure.parent.name}" if of_several else title

@@ -7,6 +7,7 @@ that the tests' texts exceed them.
 from __future__ import annotations
 
 import re
+import textwrap
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -36,16 +37,19 @@ OWN_CACHE = "it takes no cache of transformers"
 SEVERAL = "computes several attentions in one layer"
 HIDDEN = "the model hides keys by keep_window_size"
 SAID = {
-    NO_INTERFACE: "no: attention outside transformers' interface",
-    DROPPED: "no: its layers drop the interface's arguments",
-    DELEGATED: "no: its hook fires after the softmax",
-    NO_BRIDGE: "no: transformer-lens does not have it",
-    RESTARTS: "no: its recurrent layers forget the cached text",
-    OWN_CACHE: "no: a cache of its own",
-    SEVERAL: "no: several attentions in one layer",
-    HIDDEN: "no: which keys it hides is not known",
+    NO_INTERFACE: "attention outside transformers' interface",
+    DROPPED: "layers drop the interface's arguments",
+    DELEGATED: "the hook fires after the softmax",
+    NO_BRIDGE: "transformer-lens does not have it",
+    RESTARTS: "recurrent layers forget the cached text",
+    OWN_CACHE: "a cache of its own",
+    SEVERAL: "several attentions in one layer",
+    HIDDEN: "which keys it hides is not known",
 }
-"""What the table says of a refusal."""
+"""What the page says of a refusal."""
+IN_BOTH, IN_NEITHER = "In both classes, by the keys that their layers see", "In neither class"
+ORDER = (IN_BOTH, f"Only as `{PLAIN}`", f"Only as `{BRIDGE}`", IN_NEITHER)
+"""Headings of the lists of families."""
 S, F, L, C = "sliding_attention", "full_attention", "linear_attention", "chunked_attention"
 WINDOW = {"sliding_window": 16}
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
@@ -77,7 +81,7 @@ GEMMA_4 = {
 
 
 class Family(NamedTuple):
-    """A row of the table.
+    """A family of the table.
 
     Attributes:
         model_type: As in transformers' configurations.
@@ -318,24 +322,40 @@ def save_family(name: str, folder: Path) -> Path:
     return folder
 
 
-def table() -> str:
-    """The table in Markdown, as it stands in docs/models.md."""
-    rows = [
-        "| family | model type | layers | TransformerBridge | TransformersModel |",
-        "|---" * 5 + "|",
-    ]
+def families_by_class() -> str:
+    """The lists of families in Markdown, as they stand in docs/models.md."""
+    groups: dict[tuple[str, str], list[str]] = {}
     for name, family in FAMILIES.items():
         kinds = {re.sub(r" \d+", "", seen) for seen in family.sees}
         layers = ", ".join(kind for kind in ("full", "sliding", "chunked", "none") if kind in kinds)
-        works = [SAID.get(family.refused.get(kind, ""), "yes") for kind in (BRIDGE, PLAIN)]
-        layers = layers or "not known"
-        rows.append(
-            f"| {name} | `{family.inside or family.model_type}` | {layers} | {' | '.join(works)} |"
+        no_bridge, no_plain = (
+            SAID.get(family.refused.get(kind, ""), "") for kind in (BRIDGE, PLAIN)
         )
-    return "\n".join(rows) + "\n"
+        if not no_bridge and not no_plain:
+            group = (IN_BOTH, layers)
+        elif not no_plain:
+            group = (f"Only as `{PLAIN}`", no_bridge)
+        elif not no_bridge:
+            group = (f"Only as `{BRIDGE}`", no_plain)
+        else:
+            group = (IN_NEITHER, "; ".join(dict.fromkeys((no_bridge, no_plain))))
+        model_type = family.inside or family.model_type
+        plain_name = re.sub(r"\W", "", name.lower())
+        is_plain = plain_name == model_type.removesuffix("_text").replace("_", "")
+        notes = [*([] if is_plain else [f"`{model_type}`"])]
+        notes += [layers] if layers not in ("", "full") and group[0] != IN_BOTH else []
+        groups.setdefault(group, []).append(f"{name} ({', '.join(notes)})" if notes else name)
+    lines, heading = [], ""
+    for (title, kind), names in sorted(groups.items(), key=lambda item: ORDER.index(item[0][0])):
+        if title != heading:
+            lines += ["", f"**{title}**", ""]
+            heading = title
+        item = f"- {kind}: {', '.join(names)}"
+        lines += textwrap.wrap(item, 100, subsequent_indent="  ", break_on_hyphens=False)
+    return "\n".join(lines[1:]) + "\n"
 
 
 if __name__ == "__main__":  # PYTHONPATH=. python tests/families.py
     page = Path(__file__).parent.parent / "docs" / "models.md"
-    before, mark, _ = page.read_text("utf-8").partition("| family |")
-    page.write_text(before + table(), "utf-8")
+    before, mark, _ = page.read_text("utf-8").partition(f"**{IN_BOTH}**")
+    page.write_text(before + families_by_class(), "utf-8")

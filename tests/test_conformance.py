@@ -12,7 +12,7 @@ import functools
 import io
 import tempfile
 from collections.abc import Callable
-from contextlib import redirect_stderr
+from contextlib import contextmanager, redirect_stderr
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,15 +26,18 @@ from replay import graphs_on_a_cpu
 from transformers import DynamicCache, StaticCache
 
 from lapa2_interp import Augmentation, Layout, augmented, load_model
-from lapa2_interp.attention.cache import new_rows
+from lapa2_interp._util.errors import LayoutError
+from lapa2_interp.attention.cache import check_packing, new_rows
 from lapa2_interp.attention.recorder import Recorder
 from lapa2_interp.attention.static_rows import WARM_UP, continued
 from lapa2_interp.attention.trace import SUMS
+from lapa2_interp.bias.augmentation import active_augmentations
 from lapa2_interp.bias.layout import left_pad
 from lapa2_interp.bias.padded_rows import PaddedRows
 from lapa2_interp.bias.recipes import recipe
 from lapa2_interp.generation.sampling import draw, uniforms
 from lapa2_interp.generation.teacher_forcing import teacher_forced
+from lapa2_interp.generation.turns import KeptRows, NextTurn
 from lapa2_interp.methods import load_task
 from lapa2_interp.methods import registry as methods
 from lapa2_interp.models.card import layer_types, network_of
@@ -391,6 +394,90 @@ def a_batch_is_its_rows_alone(subject: Subject) -> Compared:
     return Compared(subject.in_a_batch, wanted[[1, 0, 1]], subject.atol)
 
 
+FOLLOWS = [[71, 72, 73, 74], [75, 76, 77, 78, 79, 71]]
+"""What is read between two answers."""
+ANSWERS = [[TOKENS[0, :5], TOKENS[0, 2:6]], [TOKENS[1, :3], TOKENS[1, 1:]]]
+"""By row, two answers of unequal length."""
+FORGETS_NOTHING = ("Qwen3-Next", "Qwen3.5", "Bamba", "Falcon-H1", "Granite 4", "LFM2")
+"""Families with layers that cannot be cut."""
+
+
+@torch.no_grad()
+def kept_turns(subject: Subject, rows: tuple[int, ...]) -> torch.Tensor:
+    """Logits of both answers of each row, whose turns stay in the cache, [row and step, vocab]."""
+    model, rule = subject.model, subject.rule
+    state, layouts = KeptRows(model, rule, reread_last=False), [subject.layouts[r] for r in rows]
+    parts = {row: [] for row in rows}
+    for turn in (0, 1):
+        answers = [ANSWERS[row][turn] for row in rows]
+        steps = max(map(len, answers))
+        if turn:
+            follow = [
+                [*ANSWERS[row][0].tolist(), *FOLLOWS[row]] for row in rows
+            ]  # the last token that was drawn is not in the cache
+            cached = [
+                len(l.ids) + len(ANSWERS[r][0]) - 1 for r, l in zip(rows, layouts, strict=True)
+            ]
+            longer = [
+                l.followed_by(model.tokenizer, ids) for l, ids in zip(layouts, follow, strict=True)
+            ]
+            layouts = state.go_on([*map(NextTurn, longer, cached)])
+        padded = left_pad(layouts)
+        with augmented(model, rule, padded):
+            logits = [state.prompt_pass(padded)[:, -1]]
+        # Rows that have ended run on with other tokens.
+        even = [[*answer.tolist(), *[3] * (steps - len(answer))] for answer in answers]
+        capacity, index = len(padded[0]) + steps - 1, torch.arange(len(rows))
+        with continued(model, state, index, capacity, [rule] * len(rows), padded, None) as more:
+            tokens = torch.tensor(even, device=model.cfg.device)[:, :-1]
+            logits += [more.read_tokens(step)[:, -1] for step in tokens.split(1, dim=1)]
+        for i, row in enumerate(rows):
+            parts[row] += [step[i] for step in logits[: len(answers[i])]]
+    return torch.cat([torch.stack(parts[row]) for row in rows])
+
+
+@torch.no_grad()
+def whole_chat(subject: Subject, row: int) -> torch.Tensor:
+    """The same logits of one pass over all ids, in which the bias acts where a token of an answer
+    is predicted, and under phases of all queries everywhere."""
+    layout, (one, two) = subject.layouts[row], ANSWERS[row]
+    second = len(one) + len(FOLLOWS[row])
+    starts = (0, len(one)), (second, second + len(two))
+    rules = [
+        rule.model_copy(update={"steps": steps})
+        for rule in active_augmentations(subject.rule)
+        for steps in starts
+        if rule.phase in ("last_query", "decode")
+    ]
+    if any(rule.phase == "decode" for rule in rules):  # not at the last token of a message
+        rules = [
+            rule.model_copy(update={"steps": (rule.steps[0] + 1, rule.steps[1])}) for rule in rules
+        ]
+    rules += [
+        r for r in active_augmentations(subject.rule) if r.phase in ("after_span", "everywhere")
+    ]
+    ids = torch.tensor([[*layout.ids, *one.tolist(), *FOLLOWS[row], *two.tolist()[:-1]]])
+    with augmented(subject.model, [tuple(rules)], layout):
+        logits = subject.model(ids)[0, len(layout) - 1 :]
+    return torch.cat([logits[slice(*steps)] for steps in starts])
+
+
+@law(lambda case: case.texts == "hard" and case.rule != POOLED)
+def kept_turns_are_one_pass(subject: Subject) -> Compared:
+    """Of a chat alone and of two of unequal length, packed again between their turns."""
+    if subject.case.model in FORGETS_NOTHING:
+        with pytest.raises(LayoutError, match="cannot forget a token"):
+            check_packing(subject.model)
+        return Compared([0], [0], 0)
+    check_packing(subject.model)
+    alone = [kept_turns(subject, (row,)) for row in (1, 0)]
+    wanted = [whole_chat(subject, row) for row in (1, 0)]
+    if subject.case.rule == "PASTA":  # its span is the chat up to each answer
+        wanted = alone
+    computed = torch.cat([kept_turns(subject, (1, 0)), *alone])
+    return Compared(computed, torch.cat([*wanted, *wanted]), subject.atol)
+
+
 @law(lambda case: case.texts != "soft" and case.rule in ("log", "ratio", "target", "cut"))
 @torch.no_grad()
 def a_users_padded_pass_is_its_rows_alone(subject: Subject) -> Compared:
@@ -580,6 +667,64 @@ def the_bias_is_that_of_a_float_mask(subject: Subject) -> Compared:
     logits = net(ids, attention_mask=mask[None, None], position_ids=torch.arange(n)[None]).logits
     # Some of these models compute their own softmax in float32.
     return Compared(subject.alone[0], logits[0, -STEPS:], max(1e-5, subject.atol))
+
+
+MATRIX_NOTES = {
+    "Gemma 2": "its scores have a cap",
+    "VaultGemma": "its scores have a cap",
+}
+"""By family, why layers form the matrix in a pass that should go without."""
+
+
+@contextmanager
+def path(model: Any, attn: str):
+    """The path of passes of several queries."""
+    before, model.attn = model.attn, attn
+    try:
+        yield
+    finally:
+        model.attn = before
+
+
+@law(lambda case: case.kind == PLAIN and is_exact(case), on_gpu=True)
+@torch.no_grad()
+def fused_is_the_matrix(subject: Subject) -> Compared:
+    """One pass without the matrix of scores: logits, and the trace; of rows alone, and of padded
+    rows, whose prompts are read before."""
+    case, model, traces = subject.case, subject.model, {}
+    for attn in ("matrix", "fused"):
+        recorder = subject.recorder()
+        with path(model, attn):
+            subject.one_pass(0, subject.rule, recorder)
+            traces[attn] = [recorder.dataset(subject.layouts[:1], ("target",), [STEPS])]
+            if case.rule != POOLED:
+                forced = teacher_forced(
+                    model, subject.layouts, TOKENS, subject.rule, prefixes=subject.prefixes
+                )
+                traces[attn].append(forced)
+    for fused, matrix in zip(traces["fused"], traces["matrix"], strict=True):
+        np.testing.assert_allclose(sums_of(fused), sums_of(matrix), atol=subject.trace_atol, rtol=0)
+    # Logits of each row alone, and in a batch.
+    padded = left_pad(subject.layouts)
+    with path(model, "fused"):
+        with augmented(model, subject.rule, subject.layouts[0]) as paths:
+            if case.texts != "soft":
+                model(subject.ids(0))
+                note = MATRIX_NOTES.get(case.model, "fused")
+                assert {*paths.values()} == {note}, "no layer forms the matrix without a word"
+        computed = [subject.one_pass(row, subject.rule) for row in (0, 1)]
+        if case.rule != POOLED:
+            state = new_rows(model)
+            with augmented(model, subject.rule, padded):
+                prompts = state.prompt_pass(padded, subject.prefixes)[:, -1:]
+                index = torch.arange(2, device=model.cfg.device)
+                state.expand(index, capacity=len(padded[0]) + STEPS - 1)
+                tokens = TOKENS[:, :-1].to(model.cfg.device)
+                texts = state.read_tokens(tokens, keep=STEPS - 1)
+            computed += [*torch.cat([prompts, texts], dim=1)]
+    wanted = torch.cat([subject.alone] * (len(computed) // 2))
+    exact = FAMILIES[case.model].atol if case.model in FAMILIES else 1e-9
+    return Compared(torch.stack(computed), wanted, 1e-10 if exact == 1e-9 else exact)
 
 
 STATIC_NOTES = {

@@ -15,7 +15,11 @@ import lapa2_interp
 from lapa2_interp.cli.app import app
 
 ROOT = Path(__file__).parent.parent
-MANUALS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+MANUALS = [
+    ROOT / "README.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "docs" / "studies").glob("*.md")),
+]
 PAGES = [*MANUALS, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
 KEEPS_THE_MODEL = "# needs smollm2-135m"
 """In a block of Python that a tiny model cannot run, such as one with shipped soft prefixes."""
@@ -100,6 +104,11 @@ def of_lapa2(words):
     while words and re.fullmatch(r"[A-Z_0-9]+=\S*", words[0]):
         words = words[1:]
     return words[1:] if words and words[0].removeprefix(".venv/bin/") == "lapa2" else None
+
+
+def rendered(text):
+    """A text as it is read: without the marks of its numbers (docs/write_numbers.py)."""
+    return re.sub("<!--.*?-->", "", text, flags=re.DOTALL)
 
 
 def code_spans(line):
@@ -207,14 +216,27 @@ def test_the_links_of_a_document_lead_somewhere(file):
     assert not wrong
 
 
-def test_the_readme_is_short():
-    assert len((ROOT / "README.md").read_text("utf-8").split()) <= 600
+def number_of_words(file):
+    """Words as they are read: without marks of Markdown, pictures and addresses."""
+    text = re.sub(r"!\[[^\]]*\]\([^)]*\)|(?<=\])\([^)]*\)", "", rendered(file.read_text("utf-8")))
+    text = re.sub(r"^[|: -]+$|^ *- |\|", " ", text, flags=re.MULTILINE)
+    return len(re.sub(r"[*#`\[\]]", "", text).split())
+
+
+def test_the_pages_that_tell_results_are_short():
+    studies = {
+        file.name: number_of_words(file) for file in (ROOT / "docs" / "studies").glob("*.md")
+    }
+    assert number_of_words(ROOT / "README.md") <= 600
+    assert number_of_words(ROOT / "docs" / "results.md") <= 3000
+    assert not {name: words for name, words in studies.items() if words > 500}
+    assert sum(studies.values()) <= 5500
 
 
 @pytest.mark.parametrize("file", PAGES, ids=name_of)
 def test_no_line_of_a_document_is_long(file):
     """Tables and links cannot be broken."""
-    lines = enumerate(file.read_text("utf-8").splitlines(), 1)
+    lines = enumerate(map(rendered, file.read_text("utf-8").splitlines()), 1)
     long = [(number, line) for number, line in lines if len(line) > 100]
     assert not [
         f"{number}: {len(line)} characters"
@@ -236,7 +258,11 @@ def test_the_site_leads_to_every_page():
     listed = "\n".join(
         text for _, language, text in blocks(docs / "index.md") if language == "{toctree}"
     )
-    pages = [*docs.glob("*.md"), *docs.glob("api/*.md"), *docs.glob("notebooks/*.ipynb")]
+    pages = [
+        page
+        for pattern in ("*.md", "studies/*.md", "api/*.md", "notebooks/*.ipynb")
+        for page in docs.glob(pattern)
+    ]
     names = [page.relative_to(docs).with_suffix("").as_posix() for page in pages]
     assert sorted([*re.findall(r"^[\w/-]+$", listed, re.MULTILINE), "index"]) == sorted(names)
 

@@ -8,6 +8,7 @@ import pytest
 
 import lapa2_interp
 from lapa2_interp import circuits
+from lapa2_interp.attention import Recorder
 from lapa2_interp.circuits import Attribution, HeadLogitAttribution, Patching, UnitTable
 
 OPTIONS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
@@ -19,6 +20,7 @@ NAMES = {name: getattr(lapa2_interp, name) for name in lapa2_interp.__all__}
 NAMES |= {
     documented.__qualname__: documented
     for documented in (
+        Recorder,
         UnitTable,
         UnitTable.frame,
         UnitTable.interval,

@@ -1,5 +1,7 @@
 """Intervals that resample whole prompts."""
 
+import math
+
 import numpy as np
 import pandas as pd
 import pytest
@@ -28,7 +30,7 @@ def test_mean_and_counts():
     assert (interval.low, interval.high) == pytest.approx((2.5 - 12.706, 2.5 + 12.706), abs=1e-3)
 
 
-@pytest.mark.parametrize("n", [3, 5, 7])
+@pytest.mark.parametrize("n", [3, 5, 7, 8])
 def test_few_clusters_cover_too(n):
     rng = np.random.default_rng(n)
     hits = 0
@@ -37,6 +39,17 @@ def test_few_clusters_cover_too(n):
         interval = mean_interval(values, np.repeat(np.arange(n), 4))
         hits += interval.low <= 0 <= interval.high
     assert 0.92 <= hits / 400 <= 0.98
+
+
+@pytest.mark.parametrize("n", [8, 15, 40])
+def test_percentiles_of_few_clusters_are_moved_outwards(n):
+    """By Student's t and by sqrt(n / (n - 1)), as in Hesterberg 2015."""
+    values, clusters = np.random.default_rng(n).normal(size=n), np.arange(n)
+    outside = scipy.stats.norm.cdf(scipy.stats.t.ppf(0.025, n - 1) * math.sqrt(n / (n - 1)))
+    assert outside < 0.025
+    means, interval = stats.resampled_means(values, clusters), mean_interval(values, clusters)
+    ends = np.percentile(means, [100 * outside, 100 * (1 - outside)])
+    assert (interval.low, interval.high) == pytest.approx(tuple(ends))
 
 
 def test_copies_of_a_text_add_no_certainty():

@@ -1,5 +1,6 @@
-"""One decoding interface to both TransformerLens classes: prompt pass, expansion to samples,
-further tokens.
+"""One decoding interface to both TransformerLens classes.
+
+The interface has the prompt pass, the expansion to samples, and further tokens.
 
 Rows are left-padded; the attention mask and (on the bridge) explicit positions go with every call.
 On TransformerBridge keys and values lie in buffers of their final size, and each step writes one
@@ -28,9 +29,7 @@ from lapa2_interp.models.blocks import check_cache_grew, check_no_checkpointing
 from lapa2_interp.models.card import (
     Model,
     check_has_tokenizer,
-    check_rotary_side,
     is_bridge,
-    model_short_context,
     network_of,
     plain_network,
     smallest_window,
@@ -69,7 +68,32 @@ class Rows(Protocol):
         """
 
 
-def new_rows(model: Model, reread_last: bool = False) -> Rows:
+def check_packing(model: Model) -> None:
+    """Refuse a model whose rows cannot be cut.
+
+    Raises:
+        LayoutError: It has recurrent or convolutional layers.
+    """
+    layers = new_cache_layers(model, DynamicLayer) if is_bridge(model) else []
+    if any(hasattr(layer, "conv_states") for layer in layers):
+        raise LayoutError(
+            f"the recurrent or convolutional layers of {type(network_of(model)).__name__} cannot"
+            " forget a token, so that turns of unequal length cannot stay in its cache; leave out"
+            f" {parameter('keep_turns', 'true', 'set')}"
+        )
+
+
+def _slots_to_keep(
+    mask: Int[Tensor, "row slot"], n_tokens: Sequence[int]
+) -> tuple[Int[Tensor, "row kept"], Int[Tensor, "row kept"]]:
+    """Where the first tokens of each row lie, once left-padded, and the mask of them."""
+    count = torch.tensor(n_tokens, device=mask.device)[:, None]
+    width = max(n_tokens)
+    token = torch.arange(width, device=mask.device) - (width - count)  # row kept; < 0 is padding
+    return (mask.argmax(1, keepdim=True) + token).clamp(min=0), (token >= 0).long()
+
+
+def new_rows(model: Model, reread_last: bool = False) -> BridgeRows | HookedRows | RereadRows:
     """A new decode state for a model of either class.
 
     Args:
@@ -191,16 +215,11 @@ def soft_inputs(
 
     Returns:
         input, attention_mask, position_ids and past_key_values.
-
-    Raises:
-        LayoutError: A layout is longer than passes with the rotary factors of short texts.
     """
     check_has_tokenizer(model)
     check_readable(model, layouts)
     rows = PaddedRows.of(layouts, model.cfg.device, bos_positions(layouts, prefixes))
     check_window(model, layouts, len(layouts[0]))
-    short = model_short_context(model)
-    check_rotary_side(short, 0, len(layouts[0]), "texts read in one pass")
     cache = Cache(layers=new_cache_layers(model, DynamicLayer))
     soft = soft_keys_and_values(model, layouts, prefixes)
     if soft is not None:
@@ -260,6 +279,13 @@ class SlotLayer(CacheLayerMixin):
         index = index.to(self.keys.device)
         wider.update(self.keys[index, :, : self.used], self.values[index, :, : self.used])
         return wider
+
+    def pack(self, slots: Int[Tensor, "row kept"], capacity: int) -> SlotLayer:
+        packed, slots = SlotLayer(capacity, self.shared), slots.to(self.keys.device)
+        row = torch.arange(len(slots), device=slots.device)[:, None]
+        # row kept kv_head d_head -> row kv_head kept d_head
+        packed.update(*(x[row, :, slots].transpose(1, 2) for x in (self.keys, self.values)))
+        return packed
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.used + query_length, 0
@@ -385,6 +411,20 @@ class BridgeRows:
         self.positions = self.positions + tokens.shape[1]
         return logits
 
+    def pack(self, texts: Sequence[Sequence[int]], capacity: int) -> None:
+        """Keep the keys of these texts, with which the rows begin, and no others: left-padded, so
+        that all end at one slot, with room for `capacity` keys.
+
+        A query's slot then gives its l where the rows' texts had unequal lengths, too.
+        """
+        n_tokens = list(map(len, texts))
+        slots, mask = _slots_to_keep(self.mask, n_tokens)
+        for i, layer in enumerate(self.cache.layers):
+            if isinstance(layer, SlotLayer):  # others keep nothing of their own
+                self.cache.layers[i] = layer.pack(slots, capacity)
+        self.mask = torch.cat([mask, mask.new_ones(len(mask), capacity - mask.shape[1])], dim=1)
+        self.positions = torch.tensor(n_tokens, device=mask.device)[:, None]
+
     def crop(self, n: int) -> None:
         """Remove the last `n` tokens of each row."""
         for layer in self.cache.layers:
@@ -454,6 +494,17 @@ class HookedRows:
         return self.model(tokens, attention_mask=torch.ones_like(tokens), past_kv_cache=self.cache)[
             :, -keep:
         ]
+
+    def pack(self, texts: Sequence[Sequence[int]], capacity: int) -> None:
+        """As of `BridgeRows`."""
+        slots, mask = _slots_to_keep(self.cache.previous_attention_mask, list(map(len, texts)))
+        row = torch.arange(len(texts), device=slots.device)[:, None]
+        for entry in self.cache.entries:
+            entry.past_keys, entry.past_values = (
+                entry.past_keys[row, slots],
+                entry.past_values[row, slots],
+            )
+        self.cache.previous_attention_mask = mask
 
     def crop(self, n: int) -> None:
         """Remove the last `n` tokens of each row."""
@@ -531,3 +582,8 @@ class RereadRows:
             self.rows.crop(1)
             self.last = token
         return torch.cat(logits[-keep:], dim=1)
+
+    def pack(self, texts: Sequence[Sequence[int]], capacity: int) -> None:
+        """As of `BridgeRows`."""
+        self.rows.pack([ids[:-1] for ids in texts], capacity)
+        self.last = torch.tensor([[ids[-1]] for ids in texts], device=self.last.device)

@@ -55,13 +55,14 @@ def join_traces(traces: Sequence[xr.Dataset], table: pd.DataFrame) -> xr.Dataset
     names = {"prompt": "prompt_text"} | {
         name: name for name in ("task", "attribute", "method", "arm", "cell")
     }
-    return joined.assign_coords(
-        {
-            name: ("sample", table[column].astype(str).to_numpy())
-            for column, name in names.items()
-            if column in table
-        }
-    )
+    coords = {
+        name: ("sample", table[column].astype(str).to_numpy())
+        for column, name in names.items()
+        if column in table
+    }
+    if "turn" in table:
+        coords["turn"] = ("sample", table["turn"].to_numpy())
+    return joined.assign_coords(coords)
 
 
 def concat_traces(traces: Sequence[xr.Dataset]) -> xr.Dataset:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from lapa2_interp._util.errors import LayoutError, unknown_choice
+from lapa2_interp._util.errors import LayoutError, parameter, unknown_choice
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -59,6 +59,7 @@ def render_chat(
     span: str,
     add_generation_prompt: bool,
     arguments: Mapping[str, Any],
+    n_searched: int | None = None,
 ) -> RenderedChat:
     """Render a chat and find a span in it; see `Layout.of_chat`, also for the errors."""
     if not messages or not all(map(_is_message, messages)):
@@ -68,20 +69,10 @@ def render_chat(
             f" the texts of parts); found {str(wrong or messages)[:200]}"
         )
     chat = [dict(message) for message in messages]
-    part, phrase = _find_span(chat, span)
+    part, phrase = _find_span(chat[:n_searched], span)
 
     def render(texts: Sequence[Message], tokenize: bool) -> Any:
-        try:
-            return tokenizer.apply_chat_template(
-                texts,
-                tokenize=tokenize,
-                add_generation_prompt=add_generation_prompt,
-                return_dict=False,
-                **arguments,
-            )
-        except Exception as error:  # templates are foreign code, which may raise any error
-            reason = " ".join(str(error).split())[:200]
-            raise LayoutError(f"the chat template refuses these messages: {reason}") from None
+        return _apply_template(tokenizer, texts, tokenize, add_generation_prompt, arguments)
 
     _check_arguments(tokenizer, arguments)
     text = render(chat, False)
@@ -102,6 +93,54 @@ def render_chat(
     start = first + part.text.index(phrase)
     ids = tuple(render([dict(message) for message in messages], True))
     return RenderedChat(text, ids, start, start + len(phrase), phrase, phrase == part.text)
+
+
+def texts_between_answers(
+    tokenizer: PreTrainedTokenizerBase,
+    turns: Sequence[Sequence[Message]],
+    arguments: Mapping[str, Any],
+) -> list[str]:
+    """The text that a chat template writes after each answer, up to where the next answer begins.
+    White space that it writes in front of an answer is left to the model, which begins there.
+
+    Args:
+        turns: The messages before each answer, with `PLACEHOLDER` for the answers before it.
+
+    Raises:
+        LayoutError: The template refuses the messages, changes answers, or writes earlier turns
+            otherwise once later ones follow.
+    """
+    chats = [_apply_template(tokenizer, turn, False, True, arguments) for turn in turns]
+    pieces = chats[-1].split(PLACEHOLDER)
+    if len(pieces) != len(turns) or any(
+        chat.rstrip() != PLACEHOLDER.join(pieces[: i + 1]).rstrip() for i, chat in enumerate(chats)
+    ):
+        raise LayoutError(
+            "the chat template writes earlier turns otherwise once later ones follow, so they"
+            f" cannot stay in the cache; leave out {parameter('keep_turns', 'true', 'set')}"
+        )
+    return [chat.rpartition(PLACEHOLDER)[2] for chat in chats[1:]]
+
+
+def _apply_template(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Message],
+    tokenize: bool,
+    add_generation_prompt: bool,
+    arguments: Mapping[str, Any],
+) -> Any:
+    """The text that a chat template makes of messages, or its tokens."""
+    try:
+        return tokenizer.apply_chat_template(
+            messages,
+            tokenize=tokenize,
+            add_generation_prompt=add_generation_prompt,
+            return_dict=False,
+            **arguments,
+        )
+    except Exception as error:  # templates are foreign code, which may raise any error
+        reason = " ".join(str(error).split())[:200]
+        raise LayoutError(f"the chat template refuses these messages: {reason}") from None
 
 
 def _is_message(message: Any) -> bool:

@@ -31,7 +31,7 @@ from jaxtyping import Bool, Float, Int
 
 from lapa2_interp._util.errors import LayoutError, pluralize
 from lapa2_interp._util.parsing import check_text_length
-from lapa2_interp._util.values import numbers_checked
+from lapa2_interp._util.values import Natural, numbers_checked
 from lapa2_interp.bias.augmentation import Augmentation, LengthRule, SpanRule
 from lapa2_interp.bias.chat_template import Message, render_chat
 from lapa2_interp.bias.layer_types import FULL_ATTENTION, LayerType
@@ -80,7 +80,7 @@ def text_markers(tokenizer: PreTrainedTokenizerBase) -> TextMarkers:
         more (`models.card.ModelCard`).
 
     Raises:
-        LayoutError: It is no tokenizer, or has neither BOS nor EOS.
+        LayoutError: The value is no tokenizer, or has neither BOS nor EOS.
     """
     tokenizer = require_tokenizer(tokenizer)
 
@@ -123,8 +123,8 @@ class Layout:
         counted: The released code's span length: soft slots; else what the tokenizer counts for the
             prefix alone (for the prompt on the raw model), its automatic BOS included.
         soft: Soft slots in front of everything.
-        merged: The token that spans the boundary of prefix and prompt, if one does. It counts as
-            prefix. Of a chat, the text of a span that shares a token with the template.
+        merged: The token that spans the boundary of prefix and prompt, if one does. Such a token
+            counts as prefix. Of a chat, the text of a span that shares a token with the template.
         pad: Padding slots between the soft slots and BOS.
         n_before: Tokens between BOS and the prefix: those before the span of a chat. They count as
             prompt.
@@ -149,7 +149,7 @@ class Layout:
         prefix: str | None,
         prompt: str,
         *,
-        soft: int = 0,
+        soft: Natural = 0,
         doubled_bos: bool = False,
     ) -> Layout:
         """Tokenise one branch and find its spans.
@@ -175,7 +175,7 @@ class Layout:
                 raise LayoutError(f"the {name} must be a text, found {text!r}")
             check_text_length(name, text)
             _check_no_start_token(tokenizer, start, name, text)
-        if soft < 0 or (soft and prefix is not None):
+        if soft and prefix is not None:
             raise LayoutError(
                 f"a branch has one prefix, hard or soft; found soft={soft} beside {prefix!r}"
             )
@@ -242,6 +242,7 @@ class Layout:
         span: str = "system",
         add_generation_prompt: bool = True,
         template: Mapping[str, Any] | None = None,
+        n_searched: int | None = None,
     ) -> Layout:
         """A chat rendered by its template, with one of its texts as the prefix.
 
@@ -256,11 +257,13 @@ class Layout:
             span: The text that becomes the prefix: "system" (that of the first message, which has
                 that role), "turn:2" (that of the second message that is not the system's),
                 "reasoning:2" (that message's reasoning), or "phrase:be brief" (a text that occurs
-                once in all messages). It includes white space that belongs to its first or last
-                token, and a mark of the template that shares a token with a whole message
+                once in all messages). The span includes white space that belongs to its first or
+                last token, and a mark of the template that shares a token with a whole message
                 (`merged`).
             add_generation_prompt: End with the opening of the assistant's next turn.
             template: Arguments of the template, such as {"enable_thinking": False, "tools": [...]}.
+            n_searched: The number of first messages that have the span; by default all. Later ones
+                may repeat a phrase.
 
         Raises:
             LayoutError: The tokenizer has no offsets or no template; the template refuses or
@@ -275,7 +278,9 @@ class Layout:
                 " needs; use an instruct model, or Layout.of with a prefix and a prompt"
             )
         # Render the chat, and tokenise it.
-        rendered = render_chat(tokenizer, messages, span, add_generation_prompt, template or {})
+        rendered = render_chat(
+            tokenizer, messages, span, add_generation_prompt, template or {}, n_searched
+        )
         encoded = tokenizer(rendered.text, add_special_tokens=False, return_offsets_mapping=True)
         ids = tuple(encoded["input_ids"])
         if ids != rendered.ids:
@@ -308,6 +313,17 @@ class Layout:
             counted=end - begin,
             merged=covered if crosses else None,
             n_before=begin - n_bos,
+        )
+
+    def followed_by(self, tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> Layout:
+        """The layout, without padding, with more tokens, which count as prompt."""
+        longer = self.ids + tuple(ids)
+        return replace(
+            self,
+            ids=longer,
+            tokens=tuple(token_texts(tokenizer, "", longer)),
+            l_pro=self.l_pro + len(ids),
+            pad=0,
         )
 
     def __len__(self) -> int:
@@ -507,7 +523,7 @@ class Layout:
 
         Args:
             queries: Slots.
-            layer_type: The type of the layer: it decides which keys the queries see.
+            layer_type: The type of the layer, which decides which keys the queries see.
 
         Raises:
             AugmentationError: The bias depends on the scores.

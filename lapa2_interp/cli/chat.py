@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from lapa2_interp._util.errors import LayoutError
 from lapa2_interp._util.parsing import parse_json, read_text
-from lapa2_interp.cli.options import AsJson, AugmentationOptions, FastModelOptions
+from lapa2_interp.cli.options import AsJson, AugmentationOptions, FastModelOptions, Several
 
 
 def chat(
@@ -17,6 +17,8 @@ def chat(
     *,
     span: str = "system",
     template: str = "{}",
+    later: Annotated[list[str] | None, Several] = None,
+    keep_turns: bool = False,
     model: str = "smollm2-135m",
     length: int = 64,
     samples: int = 1,
@@ -33,6 +35,7 @@ def chat(
     attention on the span against step. Nothing is stored. For example
 
         lapa2 chat messages.json --span "phrase:be brief" --augmentation instaboost
+        lapa2 chat messages.json --later "And snow?" "And hail?" --keep-turns
 
     Args:
         messages: A JSON list of {"role": ..., "content": ...}, perhaps with "reasoning_content".
@@ -40,13 +43,16 @@ def chat(
             reasoning:2 (its reasoning), or phrase:TEXT (a text that occurs once).
         template: Arguments of the chat template as JSON, such as '{"enable_thinking": false}'; also
             tools and documents.
+        later: The user's later messages, one after each answer.
+        keep_turns: Go on from the cached keys and values of earlier turns; otherwise every turn
+            reads the whole chat again, as text.
         model: A model with a chat template: a name of `lapa2 models`, a hub id or a folder.
         length: Tokens of a continuation, at most.
         samples: Continuations.
         seed: Seed of the random streams.
         top_k: How many of the likeliest tokens are kept; 1 is greedy. Temperature is 1.
         eos: An end token stops the text, is kept as any other, or is never drawn (block).
-        as_json: Print JSON.
+        as_json: Print JSON; attention by turn if there are several.
     """
     try:
         chat_messages = parse_json(read_text(messages))
@@ -65,6 +71,8 @@ def chat(
             '--template should be a JSON object such as {"enable_thinking": false}, found'
             f" {template[:80]!r}"
         )
+    import numpy as np
+
     from lapa2_interp.attention.tables import select_layer_type
     from lapa2_interp.bias.layout import Layout
     from lapa2_interp.generation.resolve import cell_of
@@ -75,12 +83,12 @@ def chat(
     rules = augmentation.build(0.5)
     tokenizer = load_tokenizer(model, computing.trust_remote_code)
     layout = Layout.of_chat(tokenizer, chat_messages, span=span, template=arguments)
-    task = chat_task(chat_messages, span, arguments)
+    task = chat_task(chat_messages, span, arguments, later=later or ())
     loaded = computing.load(model)
     augmentation.check(loaded)
     cell = cell_of(
         loaded,
-        method="chat",
+        method={"name": "chat", "keep_turns": keep_turns},
         task=task,
         augmentation=rules or "none",
         length=length,
@@ -92,27 +100,34 @@ def chat(
     )
     run = make_cells(loaded, [cell])
     made = run.samples()
-    # NaN once a sample has ended
     trace = run.trace(cell.key)
     assert trace is not None
-    attention = select_layer_type(trace, "prefix")[0].mean("sample").to_numpy()
+    by_sample = select_layer_type(trace, "prefix")[0]
+    turns = trace["turn"].to_numpy() if later else np.ones(len(made), int)
+    # By turn; NaN once all its answers have ended.
+    means = [by_sample[turns == turn].mean("sample").to_numpy() for turn in np.unique(turns)]
+    attention = [[float(mass) for mass in masses if mass == mass] for masses in means]
     marked = layout.tokens[slice(*layout.prefix)]
     if as_json:
+        rounded = [[round(mass, 6) for mass in masses] for masses in attention]
         facts = {
             "span": {"slots": list(layout.prefix), "tokens": marked},
             "augmentation": [rule.model_dump(mode="json") for rule in rules],
             "texts": made["continuation"].tolist(),
             "tokens": [list(map(int, tokens)) for tokens in made["tokens"]],
-            "attention": [round(float(mass), 6) for mass in attention if mass == mass],
+            **({"turns": turns.tolist()} if later else {}),
+            "attention": rounded if later else rounded[0],
         }
         print(json.dumps(facts, indent=1, ensure_ascii=False))
         return
     print(f"span {list(layout.prefix)} of {len(layout)} tokens: {marked}")
     print(f"augmentation {' + '.join(rule.label for rule in rules) or 'none'}")
-    for text in made["continuation"]:
-        print(f"---\n{text}")
-    steps = [0, *(2**i for i in range(20) if 2**i < len(attention)), len(attention) - 1]
+    for turn, text in zip(turns, made["continuation"], strict=True):
+        print(f"---{f' turn {turn}' * bool(later)}\n{text}")
     print("---\nattention on the span, mean over layers and heads")
-    for step in dict.fromkeys(steps):
-        if attention[step] == attention[step]:
-            print(f"step {step:>5}  {attention[step]:.4f}")
+    for turn, masses in enumerate(attention, start=1):
+        if later:
+            print(f"turn {turn}")
+        steps = [0, *(2**i for i in range(20) if 2**i < len(masses)), len(masses) - 1]
+        for step in dict.fromkeys(steps):
+            print(f"step {step:>5}  {masses[step]:.4f}")

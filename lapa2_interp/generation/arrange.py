@@ -2,7 +2,7 @@
 
 A cell is refused here if it cannot run and no weights are needed to know that: only a tokenizer,
 the model's size and the cards of soft prefixes. A sweep does this before it begins (`runs.checks`),
-`plan` before and after the method has prepared for its prompts.
+`plan.plan_batches` before and after the method has prepared for its prompts.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from lapa2_interp._util.errors import LayoutError
+from lapa2_interp._util.errors import AugmentationError, LayoutError, MethodError
 from lapa2_interp.bias.augmentation import Augmentation, Augmentations, active_augmentations
+from lapa2_interp.bias.chat_template import PLACEHOLDER, texts_between_answers
 from lapa2_interp.bias.layer_types import LayerType, distinct_types
 from lapa2_interp.bias.layout import Layout
 from lapa2_interp.generation.cell import Cell
 from lapa2_interp.methods.base import Branch, Prepared
-from lapa2_interp.methods.registry import assign_augmentations
 from lapa2_interp.models.card import ModelCard, check_rotary_side
 from lapa2_interp.models.sizes import ModelSize
 from lapa2_interp.tasks.task import ChatForm
@@ -38,6 +38,7 @@ class Arrangement:
         steps: New tokens, by prompt.
         prompt_tokens: Tokens of each prompt by itself.
         streams: What names the random numbers of each prompt: its text, or all tokens of a chat.
+        later_keys: Keys that the later turns of each prompt's chat add, at most; else 0.
     """
 
     augmentations: tuple[Augmentations, ...]
@@ -45,11 +46,16 @@ class Arrangement:
     steps: tuple[int, ...]
     prompt_tokens: tuple[int, ...]
     streams: tuple[str, ...]
+    later_keys: tuple[int, ...]
 
     @property
     def longest(self) -> tuple[int, ...]:
-        """Keys of the longest branch, by prompt."""
-        return tuple(max(map(len, rows)) for rows in zip(*self.layouts, strict=True))
+        """Keys of the longest branch, by prompt; of a chat those before its last answer."""
+        by_prompt = zip(*self.layouts, strict=True)
+        return tuple(
+            max(map(len, branches)) + later
+            for branches, later in zip(by_prompt, self.later_keys, strict=True)
+        )
 
 
 def arrange(
@@ -77,7 +83,7 @@ def arrange(
     method, branches = cell.decoding_method, cell.branches
     open_texts = prepared is None and method.prepares
     preparations = [Prepared()] * len(cell.prompts) if prepared is None else prepared
-    augmentations = assign_augmentations(method, branches, cell.augmentation)
+    augmentations = cell.branch_augmentations
     steps, counts = [], []
     for prompt in cell.prompts:
         n = len(tokenizer(prompt, add_special_tokens=False).input_ids)
@@ -88,7 +94,11 @@ def arrange(
                 f"length {cell.length} leaves nothing to generate after the {n} tokens of"
                 f" {prompt[:40]!r}"
             )
-    rows = []
+    if cell.doubled_bos and branches[0].chat is not None:
+        raise LayoutError("a chat's template writes its first token; leave doubled_bos out")
+    if cell.keeps_turns:
+        _check_kept_turns(cell)
+    layouts, later_keys = [], [0] * len(cell.prompts)
     for branch, augmentation in zip(branches, augmentations, strict=True):
         reached: list[tuple[Augmentation, list[LayerType]]] = []
         for active in active_augmentations(augmentation):
@@ -97,46 +107,101 @@ def arrange(
                 (active, distinct_types([size.layer_types[i] for i in layers if size.layer_types]))
             )
         of_branch = []
-        for prompt, own, new in zip(cell.prompts, preparations, steps, strict=True):
+        for i, (prompt, own, new) in enumerate(zip(cell.prompts, preparations, steps, strict=True)):
             if branch.chat is not None:
-                branch_layout = _chat_layout(tokenizer, branch.chat.filled(prompt=prompt), cell)
+                chat = branch.chat.filled(prompt=prompt)
+                branch_layout = chat_layout(tokenizer, chat)
+                later_keys[i] = _later_keys(tokenizer, chat, branch_layout, cell)
             else:
                 text = _text(branch, own, open_texts)
                 slots = soft_slots.get(branch.name, 0)
                 branch_layout = layout(
                     tokenizer, text, branch.join + prompt, soft=slots, doubled_bos=cell.doubled_bos
                 )
-            if len(branch_layout) + new > size.n_ctx:
+            keys = len(branch_layout) + later_keys[i]
+            if keys + new > size.n_ctx:
+                turns = f" before the last of {cell.n_turns} answers" * (cell.n_turns > 1)
                 raise LayoutError(
-                    f"{len(branch_layout)} tokens of BOS, prefix and prompt ({prompt[:40]!r}) and"
+                    f"{keys} tokens of BOS, prefix and prompt ({prompt[:40]!r}){turns} and"
                     f" {new} new ones exceed the context of {size.n_ctx} of {cell.model}; shorten"
                     " the prompt or the length"
                 )
             for active, kinds in () if open_texts else reached:
                 branch_layout.spans(active.span)
                 for kind in kinds:  # refused beyond a window
-                    branch_layout.acts(active, np.array([len(branch_layout) + new - 2]), kind)
+                    branch_layout.acts(active, np.array([keys + new - 2]), kind)
             of_branch.append(branch_layout)
-        rows.append(tuple(of_branch))
-    for prompt, new, of_prompt in zip(cell.prompts, steps, zip(*rows, strict=True), strict=True):
+        layouts.append(tuple(of_branch))
+    for prompt, new, later, of_prompt in zip(
+        cell.prompts, steps, later_keys, zip(*layouts, strict=True), strict=True
+    ):
         if not open_texts:
             read = method.reads_prompt
             # A soft prefix was trained under the factors of short texts.
             firsts = [0 if l.soft else len(l.ids) - l.l_pro * read for l in of_prompt]
-            last = max(map(len, of_prompt)) + new - 1
+            last = max(map(len, of_prompt)) + later + new - 1
             reading = ", which reads the probability of the prompt" * read
             what = f"{prompt[:40]!r} under {method.name}{reading}"
             check_rotary_side(size.short_ctx, min(firsts), last, what)
     streams = cell.prompts
     if branches[0].chat is not None:
-        streams = tuple(" ".join(map(str, chat.ids)) for chat in rows[0])
-    return Arrangement(augmentations, tuple(rows), tuple(steps), tuple(counts), streams)
+        streams = tuple(map(chat_stream, layouts[0]))
+    return Arrangement(
+        augmentations, tuple(layouts), tuple(steps), tuple(counts), streams, tuple(later_keys)
+    )
 
 
-def _chat_layout(tokenizer: PreTrainedTokenizerBase, chat: ChatForm, cell: Cell) -> Layout:
-    if cell.doubled_bos:
-        raise LayoutError("a chat's template writes its first token; leave doubled_bos out")
-    return Layout.of_chat(tokenizer, chat.messages, span=chat.span, template=chat.template)
+def chat_stream(layout: Layout) -> str:
+    """The name of the random numbers of a chat's next answer."""
+    return " ".join(map(str, layout.ids))
+
+
+def _check_kept_turns(cell: Cell) -> None:
+    """Refuse what a chat whose turns stay in the cache cannot have."""
+    if cell.samples > 1:
+        raise MethodError(
+            f"keep_turns goes on from one sample of each prompt, and samples is {cell.samples};"
+            " make a cell for each seed, or leave keep_turns out"
+        )
+    if any(rule.pooled for rule in cell.active_augmentations):
+        raise AugmentationError(
+            "a pooled law reads all queries of a pass, and the messages of kept turns are read in"
+            " passes of their own; leave keep_turns out"
+        )
+
+
+def _later_keys(
+    tokenizer: PreTrainedTokenizerBase, chat: ChatForm, first: Layout, cell: Cell
+) -> int:
+    """Keys that the later turns of a chat add before its last answer: answers of full length, and
+    what the template writes around them."""
+    if not chat.later:
+        return 0
+    if cell.keeps_turns:
+        ids_between_answers(tokenizer, chat)  # refused here, before the first token
+    last = chat_layout(tokenizer, chat, ["a"] * len(chat.later))
+    return len(last) - len(first) + cell.length * len(chat.later)
+
+
+def chat_layout(
+    tokenizer: PreTrainedTokenizerBase, chat: ChatForm, answers: Sequence[str] = ()
+) -> Layout:
+    """The layout of a chat up to its next answer, after these answers."""
+    messages, n_searched = chat.messages_after(answers), len(chat.messages)
+    return Layout.of_chat(
+        tokenizer, messages, span=chat.span, template=chat.template, n_searched=n_searched
+    )
+
+
+def ids_between_answers(tokenizer: PreTrainedTokenizerBase, chat: ChatForm) -> list[list[int]]:
+    """The tokens between each answer of a chat and the next one.
+
+    Raises:
+        LayoutError: As `texts_between_answers`.
+    """
+    turns = [chat.messages_after([PLACEHOLDER] * turn) for turn in range(chat.n_turns)]
+    texts = texts_between_answers(tokenizer, turns, chat.template)
+    return [tokenizer(text, add_special_tokens=False).input_ids for text in texts]
 
 
 def _text(branch: Branch, prepared: Prepared, is_open: bool) -> str | None:

@@ -20,11 +20,13 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, StringConstraints, model_validator
 
 from lapa2_interp._util.errors import AugmentationError, LayoutError, MethodError, TraceError
+from lapa2_interp._util.values import Count
 from lapa2_interp.attention.trace import TraceKind
 from lapa2_interp.bias.augmentation import Augmentation, Augmentations, active_augmentations
-from lapa2_interp.generation.settings import BannedWordsPolicy, CellSettings, Count, EosPolicy, Head
+from lapa2_interp.generation.settings import BannedWordsPolicy, CellSettings, EosPolicy, Head
 from lapa2_interp.methods.base import Branch, Method
-from lapa2_interp.methods.registry import find_class, get_for_task, load_task
+from lapa2_interp.methods.chat import Chat
+from lapa2_interp.methods.registry import assign_augmentations, find_class, get_for_task, load_task
 from lapa2_interp.methods.registry import get as get_method
 from lapa2_interp.models.machine import Dtype, ModelClass
 from lapa2_interp.tasks.task import MethodSettings, Task, built_in_tasks
@@ -166,6 +168,15 @@ class Cell(BaseModel):
         """The method's model calls."""
         return self.decoding_method.branches(self.task, self.attribute)
 
+    @cached_property
+    def branch_augmentations(self) -> tuple[Augmentations, ...]:
+        """The augmentation of each branch.
+
+        Raises:
+            AugmentationError: As `methods.registry.assign_augmentations`.
+        """
+        return assign_augmentations(self.decoding_method, self.branches, self.augmentation)
+
     @property
     def banned_words(self) -> tuple[str, ...]:
         """The words that no text may say, in small letters; usually none."""
@@ -175,8 +186,19 @@ class Cell(BaseModel):
 
     @property
     def n_texts(self) -> int:
-        """Number of texts: samples of every prompt."""
-        return self.samples * len(self.prompts)
+        """Number of texts: samples of every prompt, and of a chat one for each turn."""
+        return self.samples * len(self.prompts) * self.n_turns
+
+    @property
+    def keeps_turns(self) -> bool:
+        """True of a chat whose earlier turns stay in the cache."""
+        method = self.decoding_method
+        return isinstance(method, Chat) and method.keep_turns
+
+    @property
+    def n_turns(self) -> int:
+        """Number of answers of a chat; else 1."""
+        return 1 if self.task.chat is None else self.task.chat.n_turns
 
     @property
     def active_augmentations(self) -> tuple[Augmentation, ...]:

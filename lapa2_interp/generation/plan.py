@@ -1,24 +1,27 @@
-"""A cell resolved before anything runs: layouts, augmentations, steps, and which samples share a
-batch.
+"""A cell resolved before anything runs, and divided into batches.
+
+The plan has layouts, augmentations, steps, and which samples share a batch.
 
 Axes: branch = one model call of the method; a batch's rows are branch x sample, stacked.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
 from jaxtyping import Float
+from tqdm import tqdm
 
 from lapa2_interp._util.errors import MethodError, ModelError
 from lapa2_interp._util.progress import progress_bar
-from lapa2_interp.bias.augmentation import Augmentations
+from lapa2_interp.attention.cache import Rows, check_packing
+from lapa2_interp.bias.augmentation import Augmentations, active_augmentations
 from lapa2_interp.bias.layout import Layout, left_pad
-from lapa2_interp.generation.arrange import Arrangement, arrange
+from lapa2_interp.generation.arrange import Arrangement, arrange, chat_stream
 from lapa2_interp.generation.cell import Cell
 from lapa2_interp.generation.sampling import uniforms
 from lapa2_interp.methods.base import Method, MethodContext, Prepared, SoftPrefixKey
@@ -88,7 +91,8 @@ class DecodedBatch:
     Attributes:
         samples: One row per sample: prompt, attribute, sample, text (as it is scored),
             continuation, tokens, n_tokens, finish ("length", "end", or "empty" where no token was
-            left to draw).
+            left to draw). Of chats of several turns one row per answer, with turn, message and
+            context (`generation.turns`).
         trace: The recorded attention, or None; its `sample` axis is the row number of `samples`.
     """
 
@@ -134,19 +138,44 @@ class BatchPlan:
     def assemble_batch(self, pairs: Sequence[tuple[int, int]], trial: int = 0) -> Batch:
         """The batch that decodes these samples, for the first time or again."""
         used = sorted({prompt for prompt, _ in pairs})
-        steps = tuple(self.steps[prompt] for prompt, _ in pairs)
-        uniform = np.zeros((len(pairs), max(steps)))
-        for row, (prompt, sample), n in zip(uniform, pairs, steps, strict=True):
-            row[:n] = uniforms(self.cell.seed, self.streams[prompt], sample, n, trial)
         return Batch(
             pairs=tuple(pairs),
-            layouts=tuple(left_pad([row[prompt] for row in self.layouts for prompt in used])),
+            layouts=tuple(
+                left_pad([by_prompt[prompt] for by_prompt in self.layouts for prompt in used])
+            ),
             prefixes=tuple(prefix for prefix in self.prefixes for _ in used),
             owner=tuple(used.index(prompt) for prompt, _ in pairs),
-            steps=steps,
-            uniform=uniform,
+            steps=tuple(self.steps[prompt] for prompt, _ in pairs),
+            uniform=self._uniform(pairs, [self.streams[prompt] for prompt, _ in pairs], trial),
             prepared=tuple(self.prepared[prompt] for prompt in used),
         )
+
+    def assemble_turn(self, pairs: Sequence[tuple[int, int]], layouts: Sequence[Layout]) -> Batch:
+        """The batch that decodes a later turn of chats, each in the layout of its own."""
+        return Batch(
+            pairs=tuple(pairs),
+            layouts=tuple(left_pad(layouts)),
+            prefixes=(None,) * len(pairs),
+            owner=tuple(range(len(pairs))),
+            steps=tuple(self.steps[prompt] for prompt, _ in pairs),
+            uniform=self._uniform(pairs, list(map(chat_stream, layouts))),
+            prepared=tuple(self.prepared[prompt] for prompt, _ in pairs),
+        )
+
+    def _uniform(
+        self, pairs: Sequence[tuple[int, int]], streams: Sequence[str], trial: int = 0
+    ) -> Float[np.ndarray, "sample step"]:
+        steps = [self.steps[prompt] for prompt, _ in pairs]
+        uniform = np.zeros((len(pairs), max(steps)))
+        for numbers, (_, sample), stream, n in zip(uniform, pairs, streams, steps, strict=True):
+            numbers[:n] = uniforms(self.cell.seed, stream, sample, n, trial)
+        return uniform
+
+    @property
+    def rereads_last(self) -> bool:
+        """True if rows read their last token again (`cache.RereadRows`)."""
+        rules = (rule for branch in self.augmentations for rule in active_augmentations(branch))
+        return any(rule.phase == "predicting_only" for rule in rules)
 
     @property
     def prefix_names(self) -> dict[str, str | SoftPrefixName | None]:
@@ -158,7 +187,8 @@ class BatchPlan:
 
     @property
     def new_tokens(self) -> int:
-        return sum(self.steps[prompt] for batch in self.batches for prompt, _ in batch)
+        steps = sum(self.steps[prompt] for batch in self.batches for prompt, _ in batch)
+        return self.cell.n_turns * steps
 
     @property
     def summaries(self) -> dict[str, dict[str, Any]]:
@@ -172,7 +202,8 @@ class BatchPlan:
 
     @property
     def rows(self) -> int:
-        return len(self.branches) * sum(len(batch) for batch in self.batches)
+        """Number of texts of all branches."""
+        return len(self.branches) * self.cell.n_texts
 
     @property
     def merged(self) -> list[str]:
@@ -180,10 +211,15 @@ class BatchPlan:
         return [
             f"in branch {name!r} of {prompt!r} the token {layout.merged!r} spans the boundary of"
             " prefix and prompt and counts as prefix"
-            for name, row in zip(self.branches, self.layouts, strict=True)
-            for prompt, layout in zip(self.prompts, row, strict=True)
+            for name, by_prompt in zip(self.branches, self.layouts, strict=True)
+            for prompt, layout in zip(self.prompts, by_prompt, strict=True)
             if layout.merged is not None
         ]
+
+
+DecodeLoop = Callable[[Model, BatchPlan, Batch, tqdm, Rows | None], DecodedBatch]
+"""What FreeCtrl and chats of several turns wrap: it draws the texts of a batch once, from rows that
+they give, or from new ones."""
 
 
 @accepts_model_name
@@ -228,6 +264,8 @@ def plan_batches(model: Model, cell: Cell, context: MethodContext | None = None)
         if prefix is not None
     }
     arrangement = arrange(cell, model.tokenizer, card, slots)
+    if cell.keeps_turns:
+        check_packing(model)
     # The method prepares; what it prepared may change the arrangement.
     prepared = (Prepared(),) * len(cell.prompts)
     if method.prepares:

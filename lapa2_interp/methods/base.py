@@ -25,7 +25,7 @@ import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, TypeVar, runtime_checkable
 
@@ -220,6 +220,11 @@ class Method(ABC):
         """The state after these tokens were sampled; the first step's is that of `begin`, None in a
         stateless method."""
         return None
+
+    @property
+    def stored_parameters(self) -> dict[str, float | bool | str]:
+        """The parameters as a cell stores them, defaults included."""
+        return asdict(self)  # type: ignore[call-overload]
 
     def prepare(self, context: MethodContext, task: Task, attribute: str, prompt: str) -> Prepared:
         """Compute what must be known about a prompt before its first token; called once per

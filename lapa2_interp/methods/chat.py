@@ -1,5 +1,6 @@
-"""A chat continued by the model alone, its span steered: `Layout.of_chat` says which tokens of the
-rendered messages are the span, which counts as prefix.
+"""A chat continued by the model alone, its span steered.
+
+`Layout.of_chat` says which tokens of the rendered messages are the span, which counts as prefix.
 
 P(x_t | x_<t, a) = P_theta(x_t | chat with a, x_<t)
 """
@@ -21,7 +22,12 @@ from lapa2_interp.tasks.task import CUSTOM, Attribute, ChatForm, Prompts, Task
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid"))
 class Chat(Method):
-    """The next turn of the task's chat."""
+    """The next turn of the task's chat, or all of its turns (`ChatForm.later`).
+
+    Args:
+        keep_turns: Go on from the cached keys and values of earlier turns. Otherwise every turn
+            reads the whole chat again, as text.
+    """
 
     name: ClassVar[str] = "chat"
     paper_name: ClassVar[str] = "chat"
@@ -29,6 +35,12 @@ class Chat(Method):
     equation: ClassVar[str] = "log w = log P_chat"
     alpha: ClassVar[float] = 0.5
     in_paper: ClassVar[bool] = False
+    keep_turns: bool = False
+
+    @property
+    def stored_parameters(self) -> dict[str, float | bool | str]:
+        """`keep_turns` only where it is true, so that a chat of one answer has no parameter."""
+        return {"keep_turns": True} if self.keep_turns else {}
 
     def branches(self, task: Task, attribute: str) -> tuple[Branch, ...]:
         prefix = task.prefix(attribute)
@@ -36,6 +48,11 @@ class Chat(Method):
             raise MethodError(
                 f"task {task.name!r} has no chat to continue; give its messages in a task file"
                 " ([chat]), or make a task of them with methods.chat.chat_task"
+            )
+        if self.keep_turns and not task.chat.later:
+            raise MethodError(
+                "keep_turns keeps earlier turns in the cache, and the chat has one answer; list the"
+                " user's later messages (later = [...] in [chat]), or leave keep_turns out"
             )
         if not task.chat.has("prefix"):
             return (Branch("chat", task.chat.span, chat=task.chat),)
@@ -50,6 +67,7 @@ def chat_task(
     span: str = "system",
     template: Mapping[str, Any] | None = None,
     prompts: Sequence[str] | None = None,
+    later: Sequence[str] = (),
 ) -> Task:
     """A task of one chat, for method `chat`.
 
@@ -58,13 +76,20 @@ def chat_task(
         span: The text that is steered to, as in `Layout.of_chat`.
         template: Arguments of the chat template.
         prompts: Texts that {prompt} stands for in the messages, each a chat of its own; by default
-            there is one chat, whose name in tables is its last message.
+            there is one chat, whose name in tables is its last message. {prompt:2} is a prompt's
+            second line.
+        later: The user's later messages, one after each answer.
 
     Raises:
         TaskError: Messages that are not JSON, or {prompt} or {prefix} without a text for it.
     """
     try:
-        form = ChatForm(messages=tuple(map(dict, messages)), span=span, template=template or {})
+        form = ChatForm(
+            messages=tuple(map(dict, messages)),
+            span=span,
+            template=template or {},
+            later=tuple(later),
+        )
         if form.has("prefix") or (form.has("prompt") and prompts is None):
             raise TaskError(
                 "a message has {prompt} or {prefix}, which stand for the texts of a task; give"

@@ -51,7 +51,7 @@ PAGE_BYTES = 3_800_000
 """Largest intended page in bytes, which limits the number of prompts with texts."""
 MOST_FIGURES = 24
 """Figures of attention on a page."""
-PACKING_NAMES = {"all": "every linear layer", "lm_head": "the output layer"}
+PREPACKING_NAMES = {"all": "every linear layer", "lm_head": "the output layer"}
 """Descriptions of the values of `ModelCard.prepacking`."""
 
 
@@ -173,7 +173,7 @@ def _overview(run: Run, cells: pd.DataFrame) -> dict[str, Any]:
     return {
         "states": counts(run.by_key),
         "n_cells": len(run.by_key),
-        "texts": sum(cell.samples * len(cell.task.prompts.texts) for cell in finished.values()),
+        "texts": sum(cell.n_texts for cell in finished.values()),
         "tokens": int(cells["tokens"].sum()) if "tokens" in cells else 0,
         "grids": [(name, counts(keys)) for name, keys in run.listing.grids.items()],
     }
@@ -195,7 +195,7 @@ def _run_facts(run: Run, manifests: Sequence[Manifest]) -> dict[str, list[str]]:
             str(manifest.threads) for manifest in manifests if manifest.threads is not None
         ),
         "Packed weights": (
-            PACKING_NAMES[card.prepacking] for card in cards if card.prepacking != "none"
+            PREPACKING_NAMES[card.prepacking] for card in cards if card.prepacking != "none"
         ),
         "Package": (f"lapa2_interp {manifest.lapa2_interp}" for manifest in manifests),
         "Commit": (manifest.commit or "outside a git checkout" for manifest in manifests),

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -197,7 +197,7 @@ def select_text(
         count = "several prompts begin" if fitting else "no prompt begins"
         raise TraceError(f"{count} with {prompt!r}: {listed}")
     fewest = min(cell.samples for cell in arms.values())
-    if not 0 <= sample < fewest:
+    if sample >= fewest:
         raise TraceError(f"sample must be from 0 to {fewest - 1}, found {sample}")
     return SelectedText(arms, fitting[0], sample)
 
@@ -221,8 +221,6 @@ def recompute_attention(
             text is empty, or the attention differs from the run's trace.
         ModelError, PrefixError, RunError: Model or files are not those of the run.
     """
-    if steps < 1:
-        raise TraceError(f"steps must be at least 1, found {steps}")
     first = next(iter(selected.cells.values()))
     if isinstance(first.decoding_method, FreeCtrl):
         raise TraceError(
@@ -232,7 +230,7 @@ def recompute_attention(
     if model is None:
         model = load_model(first.model, first.dtype, device, first.model_class)
     cells = list(selected.cells.values())
-    finished = [finished_cell(run, cell.key) for cell in cells]
+    finished = [_first_answers(finished_cell(run, cell.key)) for cell in cells]
     plans = [_plan_prompt(model, run, cell, selected.prompt) for cell in cells]
     # The branch, whose keys must be the same in all arms.
     number = _branch_number(plans[0], branch)
@@ -361,6 +359,15 @@ def _attention_trace(
         if not all(np.isfinite(trace[mass][0, i, : len(tokens)]).all() for mass in MASSES):
             raise TraceError("attention is not a number here; the model or its dtype overflows")
     return trace
+
+
+def _first_answers(made: FinishedCell) -> FinishedCell:
+    """A cell with the first answer of each chat alone."""
+    if "turn" not in made.samples:
+        return made
+    first = made.samples["turn"].to_numpy() == 1
+    trace = None if made.trace is None else made.trace.isel(sample=first)
+    return replace(made, samples=made.samples[first].reset_index(drop=True), trace=trace)
 
 
 def _selected_tokens(made: FinishedCell, selected: SelectedText) -> tuple[list[int], str, int]:

@@ -38,9 +38,9 @@ def one_kind(table: pd.DataFrame) -> pd.DataFrame:
     """A table of cells that can be drawn together.
 
     Raises:
-        TraceError: They are of several models, tasks, methods, ...
+        TraceError: The cells are of several models, tasks, methods, ...
     """
-    mixed = [name for name in ALIKE if table[name].nunique() > 1]
+    mixed = [name for name in _alike(table) if table[name].nunique() > 1]
     if mixed:
         there = "; ".join(f"{name}: {', '.join(map(str, table[name].unique()))}" for name in mixed)
         raise TraceError(
@@ -48,6 +48,11 @@ def one_kind(table: pd.DataFrame) -> pd.DataFrame:
             f" {parameter(mixed[0], table[mixed[0]].iloc[0], 'only')}"
         )
     return table
+
+
+def _alike(table: pd.DataFrame) -> list[str]:
+    """The columns in which the cells of a kind are equal, and the turn of chats."""
+    return [*ALIKE, *["turn"] * ("turn" in table)]
 
 
 @dataclass(frozen=True)
@@ -127,7 +132,7 @@ class Attention:
         """One table of all kinds, with the columns that tell them apart."""
         frames = []
         for (samples, _), table in zip(self.kinds, tables, strict=True):
-            first: dict[str, Any] = {name: samples[name].iloc[0] for name in ALIKE}
+            first: dict[str, Any] = {name: samples[name].iloc[0] for name in _alike(samples)}
             for column in ("attribute", "cell"):
                 of_arm = samples.groupby("arm")[column].agg(_listed)
                 first[column] = table["arm"].map(of_arm)
@@ -179,11 +184,22 @@ class Attention:
                 figure.savefig(folder / f"{name}.png")
 
 
-def traced(samples: pd.DataFrame, trace: xr.Dataset) -> tuple[pd.DataFrame, xr.Dataset]:
-    """Without the texts that ended before a first token, which have no attention."""
+def traced(samples: pd.DataFrame, trace: xr.Dataset) -> list[tuple[pd.DataFrame, xr.Dataset]]:
+    """Without the texts that ended before a first token, which have no attention; the turns of
+    chats apart, since each begins at other l."""
     has = samples["n_tokens"].to_numpy() > 0
-    numbers = np.arange(has.sum())
-    return samples[has].reset_index(drop=True), trace.isel(sample=has).assign_coords(sample=numbers)
+    if "turn" not in samples:
+        return [_chosen(samples, trace, has)]
+    turns = samples["turn"].fillna(1).to_numpy()
+    return [_chosen(samples, trace, has & (turns == turn)) for turn in np.unique(turns)]
+
+
+def _chosen(
+    samples: pd.DataFrame, trace: xr.Dataset, which: np.ndarray
+) -> tuple[pd.DataFrame, xr.Dataset]:
+    numbers = np.arange(which.sum())
+    texts = samples[which].reset_index(drop=True)
+    return texts, trace.isel(sample=which).assign_coords(sample=numbers)
 
 
 def _listed(values: pd.Series) -> str:

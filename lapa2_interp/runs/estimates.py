@@ -23,11 +23,12 @@ from lapa2_interp.tasks.segmentation import words_and_signs
 MOST_ROW_TOKENS = 10**11
 """Row-tokens that are not begun without a word of the user's: a hundred times the paper's grids,
 and years of work of a few cores."""
-CELL_BYTES, TOKEN_BYTES = 40_000, 5
-"""Bytes of a cell's files before the first text, and of a token: id and letters, compressed."""
+CELL_BYTES, TOKEN_BYTES, ID_BYTES = 40_000, 5, 2
+"""Bytes of a cell's files before the first text, of a token (id and letters, compressed), and of an
+id alone."""
 LIBRARIES, PACKED, LOGITS = 700_000_000, 1.5, 6
-"""Memory: bytes of the libraries; of packing, in weights (the packed copy, and what is freed late);
-and copies of a batch's logits, in float32, that are alive while tokens are drawn."""
+"""Memory: bytes of the libraries; of prepacking, in weights (the prepacked copy, and what is freed
+late); and copies of a batch's logits, in float32, that are alive while tokens are drawn."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ def estimate(cells: Sequence[Cell], device: str | None = None) -> Estimate:
         disk += stored_bytes(cell, size.n_layers, size.n_heads)
     return Estimate(
         texts=sum(cell.n_texts for cell in cells),
-        row_tokens=sum(map(cost, cells)),
+        row_tokens=sum(map(row_tokens_of, cells)),
         disk=disk,
         memory=max((memory(cell, device) for cell in cells), default=0),
     )
@@ -83,11 +84,18 @@ def check_affordable(texts: int, row_tokens: int, memory: int, yes: bool = False
         )
 
 
-def cost(cell: Cell) -> int:
+def row_tokens_of(cell: Cell) -> int:
     """A cell's row-tokens, padding included: every prompt once, and every new token but the last,
-    which nothing reads."""
+    which nothing reads; of a chat also later messages, and earlier turns that are read again."""
     before, new = _lengths(cell)
-    return len(cell.branches) * (len(cell.prompts) * before + cell.n_texts * (new - 1))
+    chats, messages = cell.n_texts // cell.n_turns, _later_messages(cell)
+    later = sum(messages)
+    if messages and not cell.keeps_turns:
+        later += sum(
+            before + sum(messages[:turn]) + (turn + 1) * new for turn in range(len(messages))
+        )
+    read = len(cell.prompts) * before + chats * later
+    return len(cell.branches) * (read + cell.n_texts * (new - 1))
 
 
 def stored_bytes(cell: Cell, n_layers: int, n_heads: int) -> int:
@@ -96,12 +104,13 @@ def stored_bytes(cell: Cell, n_layers: int, n_heads: int) -> int:
     trace = trace_bytes(cell.trace, rows, cell.length, n_layers, n_heads, 0, 0)
     if cell.trace != "none":  # every prefix token by itself
         trace += 4 * rows * cell.length * _prefix_length(cell)
-    return CELL_BYTES + cell.n_texts * cell.length * TOKEN_BYTES + trace
+    context = cell.n_texts * _later_keys(cell) // 2 * ID_BYTES
+    return CELL_BYTES + cell.n_texts * cell.length * TOKEN_BYTES + context + trace
 
 
 def memory(cell: Cell, device: str = "cpu") -> int:
     """Bytes that a worker needs for a cell: weights, the largest batch's keys, values and logits,
-    and on a CPU the libraries, and packed weights where they fit."""
+    and on a CPU the libraries, and prepacked weights where they fit."""
     weights, (rows, row) = weight_bytes(cell.model, cell.dtype), _batch(cell)
     batch = rows * (row + LOGITS * model_size(cell.model).vocab * 4)
     fits = 2 * weights <= MEMORY_SHARE * machine.usable_memory()
@@ -113,10 +122,10 @@ def _batch(cell: Cell) -> tuple[int, int]:
     and kept logits."""
     size, branches, (before, new) = model_size(cell.model), len(cell.branches), _lengths(cell)
     logits = before * cell.decoding_method.reads_prompt * size.vocab
-    keys = 2 * size.n_layers * size.kv_width * (before + new)
+    keys = 2 * size.n_layers * size.kv_width * (before + new + _later_keys(cell))
     row = (keys + logits) * DTYPE_BYTES[cell.dtype]
     most = cell.max_rows or min(MAX_ROWS, CACHE_BYTES // row)
-    return branches * min(max(1, most // branches), cell.n_texts), row
+    return branches * min(max(1, most // branches), cell.n_texts // cell.n_turns), row
 
 
 def _lengths(cell: Cell) -> tuple[int, int]:
@@ -125,6 +134,18 @@ def _lengths(cell: Cell) -> tuple[int, int]:
     front = _prefix_length(cell)
     new = cell.length - min(prompts) * cell.task.length_counts_prompt
     return 1 + cell.doubled_bos + max(prompts) + front, max(1, new)
+
+
+def _later_messages(cell: Cell) -> list[int]:
+    """Tokens of each of a chat's later messages."""
+    later = () if cell.task.chat is None else cell.task.chat.later
+    return [_tokens(message, cell.model) for message in later]
+
+
+def _later_keys(cell: Cell) -> int:
+    """Keys that the later turns of a chat add."""
+    messages = _later_messages(cell)
+    return sum(messages) + len(messages) * cell.length
 
 
 def _prefix_length(cell: Cell) -> int:

@@ -1,5 +1,7 @@
-"""Texts to score: those of a run or of a file, whole, cut to shorter lengths, or in parts along
-their length."""
+"""Texts to score: those of a run or of a file.
+
+Texts are whole, cut to shorter lengths, or in parts along their length.
+"""
 
 from __future__ import annotations
 
@@ -21,6 +23,9 @@ from lapa2_interp.runs.run import as_list, each_once, is_any_of, load_run
 from lapa2_interp.scoring.tables import CELL_COLUMNS, EXTRA_CELL_COLUMNS
 from lapa2_interp.tasks.corpora import READERS, read_table
 from lapa2_interp.tasks.segmentation import word_spans, words_between
+
+ID_COLUMNS = ("tokens", "context")
+"""Columns of token ids, which tables of scores leave out."""
 
 
 def read_texts(
@@ -117,8 +122,6 @@ def at_lengths(
             "length slices are cut by the tokens of a run; give a run folder, or cut the file's"
             " texts yourself"
         )
-    if least := [length for length in lengths if length < 1]:
-        raise ScoringError(f"a length is at least 1 token; found {least[0]}")
     long = [length for length in lengths if length > manifest.cell.length]
     if long:
         raise ScoringError(

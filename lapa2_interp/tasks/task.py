@@ -1,5 +1,6 @@
-"""Control tasks: attributes with their prefixes, and prompts, from small TOML files, built in or
-custom.
+"""Control tasks: attributes with their prefixes, and prompts.
+
+A task is a small TOML file, built in or custom.
 
 `EXAMPLE` shows the form. Parameters and texts of single methods (by attribute, then branch) are
 optional.
@@ -8,7 +9,7 @@ optional.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache, lru_cache
 from importlib import resources
 from pathlib import Path
@@ -24,9 +25,16 @@ from pydantic import (
     model_validator,
 )
 
-from lapa2_interp._util.errors import TaskError, main_error, unknown_choice, validation_message
+from lapa2_interp._util.errors import (
+    TaskError,
+    main_error,
+    pluralize,
+    unknown_choice,
+    validation_message,
+)
 from lapa2_interp._util.parsing import parse_toml, read_text
 from lapa2_interp._util.paths import in_one_line, is_path, with_home
+from lapa2_interp._util.values import Count
 from lapa2_interp.tasks.segmentation import words
 
 EXAMPLE = """length_counts_prompt = true        # "length" tokens include the prompt's, and the saved text begins with it
@@ -96,7 +104,8 @@ class Prompts(BaseModel):
 
 class ChatForm(BaseModel):
     """A chat to continue, in which {prefix} stands for the attribute's prefix and {prompt} for each
-    prompt."""
+    prompt; {prompt:2} is the prompt's second line, so that a prompt may hold all messages of a
+    chat."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
@@ -106,25 +115,77 @@ class ChatForm(BaseModel):
     """The text that counts as prefix, as in `Layout.of_chat`."""
     template: dict[str, JsonValue] = {}
     """Arguments of the chat template."""
+    later: tuple[Annotated[str, Field(min_length=1)], ...] = ()
+    """The user's later messages, one after each answer; left out of JSON where there are none."""
+
+    @model_serializer(mode="wrap")
+    def _without_absent_turns(
+        self, serialize: Callable[[ChatForm], dict[str, Any]]
+    ) -> dict[str, Any]:
+        fields = serialize(self)
+        if not self.later:
+            fields.pop("later", None)
+        return fields
+
+    @property
+    def n_turns(self) -> int:
+        """Number of answers."""
+        return 1 + len(self.later)
+
+    def messages_after(self, answers: Sequence[str]) -> list[dict[str, JsonValue]]:
+        """The messages that the next answer follows, after these answers."""
+        messages = list(self.messages)
+        for answer, message in zip(answers, self.later, strict=False):
+            messages.append({"role": "assistant", "content": answer})
+            messages.append({"role": "user", "content": message})
+        return messages
 
     def has(self, slot: str) -> bool:
         """True if a message, or the span, has the slot "prefix" or "prompt"."""
         texts = [text for message in self.messages for text in message.values()]
-        return any(f"{{{slot}}}" in text for text in (self.span, *texts) if isinstance(text, str))
+        return any(
+            _slot([slot]).search(text)
+            for text in (self.span, *self.later, *texts)
+            if isinstance(text, str)
+        )
 
     def filled(self, **texts: str) -> ChatForm:
-        """The chat with a text in place of each of these slots."""
-        slot = re.compile("|".join(rf"\{{{name}\}}" for name in texts))
+        """The chat with a text in place of each of these slots.
+
+        Raises:
+            TaskError: A slot is a line that the text does not have.
+        """
+
+        def text_of(match: re.Match[str]) -> str:
+            text, number = texts[match["name"]], match["line"]
+            lines = text.splitlines()
+            if number is None:
+                return text
+            if not 1 <= int(number) <= len(lines):
+                raise TaskError(
+                    f"the chat asks for {match[0]}, and {match['name']} {text[:40]!r} has"
+                    f" {pluralize(len(lines), 'line')}; give it as many lines as the chat asks for"
+                )
+            return lines[int(number) - 1]
 
         def fill(value: Any) -> Any:
-            if not isinstance(value, str):
-                return value
-            return slot.sub(lambda match: texts[match[0][1:-1]], value)
+            return _slot(texts).sub(text_of, value) if isinstance(value, str) else value
 
         messages = [
             {name: fill(value) for name, value in message.items()} for message in self.messages
         ]
-        return self.model_copy(update={"messages": tuple(messages), "span": fill(self.span)})
+        return self.model_copy(
+            update={
+                "messages": tuple(messages),
+                "span": fill(self.span),
+                "later": tuple(map(fill, self.later)),
+            }
+        )
+
+
+def _slot(names: Iterable[str]) -> re.Pattern[str]:
+    """What stands for a text with one of these names, or for a line of it."""
+    return re.compile(rf"\{{(?P<name>{'|'.join(names)})(?::(?P<line>\d+))?\}}")
 
 
 class Task(BaseModel):
@@ -147,7 +208,7 @@ class Task(BaseModel):
     name: str
     description: str = ""
     length_counts_prompt: bool = True
-    lengths: tuple[Annotated[int, Field(ge=1)], ...] = (64, 128, 256, 384, 512)
+    lengths: tuple[Count, ...] = (64, 128, 256, 384, 512)
     attributes: Annotated[dict[str, Attribute], Field(min_length=1)]
     prompts: Prompts
     methods: dict[str, MethodSettings] = {}

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from filelock import Timeout
 
 from lapa2_interp._util.errors import RunError
@@ -178,6 +179,18 @@ def test_what_says_nothing_about_a_file_is_no_damage():
         assert not is_damage(error), error
     for error in (FileNotFoundError(2, "No such file"), OSError("truncated"), ValueError("bits")):
         assert is_damage(error), error
+
+
+def test_a_checkpoint_with_one_bit_changed_is_damaged(tmp_path):
+    """PyTorch would load it."""
+    values = torch.arange(100.0)
+    write_checkpoint(tmp_path / "state.pt", {"values": values})
+    assert torch.equal(read_checkpoint(tmp_path / "state.pt", "cpu")["values"], values)
+    stored = bytearray((tmp_path / "state.pt").read_bytes())
+    stored[stored.index(values.numpy().tobytes()) + 40] ^= 1
+    (tmp_path / "state.pt").write_bytes(stored)
+    with pytest.raises(ValueError, match="checksum of .* differs"):
+        read_checkpoint(tmp_path / "state.pt", "cpu")
 
 
 def test_a_checkpoint_that_cannot_be_read_is_not_called_damaged(tmp_path, monkeypatch):

@@ -214,15 +214,18 @@ def test_the_messages_and_the_span_of_a_chat_are_part_of_its_key():
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Why?"}]
     longer = [messages[0], {"role": "user", "content": "Why not?"}]
     cells = [
-        cell_of("smollm2-135m", method="chat", task=task, dtype="float32")
-        for task in (
-            chat_task(messages),
-            chat_task(messages, "turn:1"),
-            chat_task(messages, template={"enable_thinking": False}),
-            chat_task(longer),
+        cell_of("smollm2-135m", method={"name": "chat", **parameters}, task=task, dtype="float32")
+        for task, parameters in (
+            (chat_task(messages), {}),
+            (chat_task(messages, "turn:1"), {}),
+            (chat_task(messages, template={"enable_thinking": False}), {}),
+            (chat_task(longer), {}),
+            (chat_task(messages, later=["And how?"]), {}),
+            (chat_task(messages, later=["And how?"]), {"keep_turns": True}),
         )
     ]
-    assert len({cell.key for cell in cells}) == 4
+    assert len({cell.key for cell in cells}) == 6
+    assert cells[0].key == "8d4fe7d5001fca7a", "as before chats had later turns"
     for cell in cells:
         again = Cell.model_validate_json(cell.model_dump_json())
         assert (again, again.key) == (cell, cell.key)

@@ -77,8 +77,11 @@ TOOLS = (
     "lex_and_accuracy",
     "naive_bayes",
     "recompute",
+    "perplexity_ratios",
     "same_prompts",
+    "scorers",
     "second_opinion",
+    "second_scorer",
     "steering_prompts",
     "shared_heads",
     "train_adapters",
@@ -246,7 +249,7 @@ def test_the_scripts_are_all_of_reproduce():
     assert set(reproduce["ITEMS"]) == there
     assert set(ITEMS) == there - set(reproduce["EXTRA"])
     drawn = {file.stem for file in (ROOT / "figures").glob("*.py")} - {"house"}
-    assert drawn == {*FIGURES, "frontier", "steering", "bases", "long", "deep"}
+    assert drawn == {*FIGURES, "frontier", "steering", "bases", "long", "deep", "where"}
 
 
 def test_numbers_are_those_of_the_raw_texts(run, printed):
@@ -1040,6 +1043,17 @@ def test_claims_of_the_paper_and_ours_are_corrected_apart():
     assert table["holm"].tolist() == pytest.approx([0.04, 0.06, 0.06, 0.04, 0.06])
     small = of.p_within(5.0)
     assert table["holm_within"].tolist() == pytest.approx(np.array([2, 3, 3, 2, 3]) * small)
+
+
+def test_claims_without_a_margin_are_no_tests_of_smallness():
+    made = ItemClaims("item")
+    of = Difference(0.2, -0.6, 1.0, 0.6, 0.4, 30, 2.0, 0.5)
+    for number, margin in enumerate([1.5, 0.0, 0.0, 1.5]):
+        made.add_difference(f"{number}", "acc", "more", of, margin=margin, compared=f"{number}")
+    small = of.p_within(1.5)
+    assert made.frame()["holm_within"].tolist() == pytest.approx(
+        [2 * small, np.nan, np.nan, 2 * small], nan_ok=True
+    )
 
 
 def test_a_sign_that_correction_takes_back_leaves_that_the_difference_is_small():

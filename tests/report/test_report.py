@@ -22,6 +22,7 @@ from lapa2_interp.cli.paper import report
 from lapa2_interp.models.load import load_tokenizer
 from lapa2_interp.paper.claims import ClaimResult
 from lapa2_interp.paper.gallery import Gallery, gallery_run
+from lapa2_interp.report import run_page
 from lapa2_interp.report.intervals import interval_svg, shared_scale
 from lapa2_interp.report.run_page import run_report
 from lapa2_interp.report.run_texts import MASS_UNIT
@@ -138,17 +139,23 @@ def page(folder):
 
 
 @pytest.fixture(scope="module", autouse=True)
-def traces_read_once():
-    """A page reads every trace, and most pages are of copies of one run."""
-    traces, read = {}, store.read_trace
+def drawn():
+    """Traces that were read and figures that were drawn: most pages are of copies of one run. A
+    figure is of finished cells."""
+    traces, figures, read, draw = {}, {}, store.read_trace, run_page._attention_figures
 
     def read_trace(folder, number, cell):
         key = folder.name, number
         return traces[key] if key in traces else traces.setdefault(key, read(folder, number, cell))
 
+    def attention_figures(run, cells):
+        key = frozenset(key for key, cell in run.finished.items() if cell.trace != "none")
+        return figures[key] if key in figures else figures.setdefault(key, draw(run, cells))
+
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(store, "read_trace", read_trace)
-        yield
+        patched.setattr(run_page, "_attention_figures", attention_figures)
+        yield figures
 
 
 @pytest.fixture(scope="module")
@@ -178,7 +185,8 @@ def html(finished):
     return page(finished)
 
 
-def test_the_same_folders_give_the_same_page(html, run):
+def test_the_same_folders_give_the_same_page(html, run, drawn):
+    drawn.clear()
     assert page(run) == html
 
 

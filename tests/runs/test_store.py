@@ -322,7 +322,9 @@ def test_columns_are_chosen_by_number_and_by_text(tmp_path, capsys):
     assert main([*line, str(tmp_path / "long"), "--lengths", "20"]) == 2
     assert "the run's texts have 14, 18 tokens; 20 is longer" in capsys.readouterr().err
     assert main([*line, str(tmp_path / "none"), "--lengths", "0"]) == 2
-    assert "a length is at least 1 token; found 0" in capsys.readouterr().err
+    assert (
+        "--lengths: input should be greater than or equal to 1, found 0" in capsys.readouterr().err
+    )
 
 
 def test_of_cells_that_draw_the_same_texts_the_one_with_most_counts(tmp_path):
@@ -334,6 +336,7 @@ def test_of_cells_that_draw_the_same_texts_the_one_with_most_counts(tmp_path):
     cells = [
         few,
         cell(["a", "b", "c"], samples=2, length=20, trace="none"),  # has the texts of the first
+        cell(["c", "e"], samples=2, length=20),  # its "c" is the last one's
         cell(["a", "b", "c"], samples=2, length=20, trace="pooled"),
         cell(["d"], samples=1, length=20),
         *(
@@ -343,9 +346,9 @@ def test_of_cells_that_draw_the_same_texts_the_one_with_most_counts(tmp_path):
         cell(["a"], length=21),
     ]
     counted = each_once({planned.key: planned for planned in cells})
-    assert counted == [planned.key for planned in cells[2:]]
+    assert counted == [planned.key for planned in cells[3:]]
     assert each_once({few.key: few}) == [few.key]
-    assert [planned.variant for planned in cells[4:6]] == ["", "top-k 50"]
+    assert [planned.variant for planned in cells[5:7]] == ["", "top-k 50"]
 
 
 def test_files_of_one_task_name_are_told_apart_by_their_texts():

@@ -157,6 +157,16 @@ def test_texts_are_texts(tmp_path):
     assert form.task.prefix("positive") == "Very good/bad:"
 
 
+@pytest.mark.parametrize("row", ["1,The lake, and the sea", "1", "1, "])
+def test_a_row_of_a_table_has_the_fields_of_its_head(row, tmp_path):
+    """A comma without quotes would cut a prompt."""
+    (tmp_path / "p.csv").write_text(f'id,prompt\n0,"The hut, and more"\n{row}\n')
+    with pytest.raises(TaskError, match="row 2: expected 2 fields and a prompt, found"):
+        read_prompts("p.csv")
+    (tmp_path / "p.csv").write_text('id,prompt\n0,"The hut, and more"\n')
+    assert read_prompts("p.csv") == ("The hut, and more",)
+
+
 def test_a_command_reads_the_files_that_generate_reads(tmp_path, capsys):
     written(tmp_path / "P.JSON")
     line = "select planted --score mass --tokens 2 --heads 1 --out card.json --prompts"

@@ -1,0 +1,211 @@
+"""Makes the table of the paper's claims: `python docs/write_claims.py` writes figures/claims.csv
+from `claims.toml`, which says for each claim what the paper says and which rows decide.
+
+A claim has cases, such as methods on tasks; each is a row of a committed table with a verdict. A
+case that was run again on new prompts has the later verdict. In tables without verdicts a filter of
+claims.toml decides. The status of a claim:
+
+- reproduced: all its cases are as in the paper; reproduced in k of n: only k are.
+- Where none is: contradicted (in k of n) if a case is against the paper; otherwise no difference
+  (in k of n) if the difference of a case is below its margin; otherwise undecided.
+- not tested: there is no data, or only means, without a test.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+from write_numbers import ROOT, NumberError, Numbers, Row, fits, rounded, table_of
+
+VERDICTS = "figures/quick/tables/verdicts.csv"
+LATER = {
+    "figures/undecided/claims.csv": "new prompts",
+    "figures/undecided/detox.claims.csv": "the paper's prompts",
+}
+"""Later verdicts on the same claims, and on which prompts."""
+STATUS = {
+    "as in the paper": "reproduced",
+    "against the paper": "contradicted",
+    "no difference": "no difference",
+    "inconclusive": "undecided",
+}
+"""Verdicts of cases, and the status that a claim has by the first of them."""
+COLUMNS = [
+    "about", "claim", "paper", "found", "model", "setting", "here", "status", "scorer", "cases",
+    *STATUS, "lowest", "highest", "level",
+]  # fmt: skip
+NAMED = 3
+"""A claim of at most this many cases names each with its number; one of more has counts."""
+Claim = dict[str, Any]
+
+
+def status_of(verdicts: list[str]) -> str:
+    """The status of a claim out of the verdicts of its cases."""
+    for verdict, status in STATUS.items():
+        if count := verdicts.count(verdict):
+            return status if count == len(verdicts) else f"{status} in {count} of {len(verdicts)}"
+    return "not tested"
+
+
+def rows_of(group: Claim, root: Path) -> list[Row]:
+    """The rows of a group of cases; of verdicts the later ones, where a claim was judged again."""
+    file, where = group.get("file", VERDICTS), group.get("where", {})
+    rows = [r for r in table_of(root / file) if all(fits(r[name], where[name]) for name in where)]
+    if not rows:
+        raise NumberError(f"no row of {file} fits {where}")
+    if file != VERDICTS:
+        return rows
+    again = {
+        (row["item"], row["claim"]): row | {"later": prompts}
+        for later, prompts in LATER.items()
+        for row in table_of(root / later)
+    }
+    return [again.get((row["item"], row["claim"]), row) for row in rows]
+
+
+def summed(group: Claim, rows: list[Row]) -> list[Row]:
+    """A row for each value of the columns `by`: means with signs, added up, such as a change of a
+    gain."""
+    sums = []
+    for values in dict.fromkeys(tuple(row[name] for name in group["by"]) for row in rows):
+        keys, total = dict(zip(group["by"], values, strict=True)), 0.0
+        for sign, where in group["sum"]:
+            terms = [row for row in rows if all(fits(row[n], w) for n, w in (where | keys).items())]
+            if len(terms) != 1:
+                raise NumberError(f"{len(terms)} rows fit {where | keys}, not one")
+            total += sign * float(terms[0][group.get("term", "mean")])
+        scorer = terms[0].get("scorer", "")
+        sums.append(keys | {"here": str(round(total, 9)), "scorer": scorer})
+    return sums
+
+
+def cases_of(claim: Claim, root: Path) -> list[Row]:
+    """The cases of a claim: rows with verdict, here, low, high, paper, length, scorer, later."""
+    cases = []
+    for group in claim.get("cases", []):
+        rows = rows_of(group, root)
+        for row in summed(group, rows) if "sum" in group else rows:
+            value = row[group.get("value", "here")]
+            if "within" in group:
+                decided = ["against the paper", "as in the paper"][
+                    abs(float(value)) <= group["within"]
+                ]
+            else:
+                filters = {name: group[name] for name in STATUS if name in group}
+                decided = next((n for n in filters if fits(value, filters[n])), "inconclusive")
+            length = str(group.get("length", claim.get("length", "")))
+            name = group.get("name", "")
+            cases.append(
+                {"verdict": decided} | row | {"name": name, "here": value, "length": length}
+            )
+    return cases
+
+
+def number(values: list[str], claim: Claim) -> str:
+    """A number with its unit, or the lowest and highest of several."""
+    numbers = sorted(float(value) for value in values if value)
+    digits, sign = claim.get("digits", 1), claim.get("sign", True)
+    ends = dict.fromkeys(rounded(value, digits, sign) for value in [*numbers[:1], *numbers[-1:]])
+    return f"{' to '.join(ends)} {claim.get('unit', '')}".strip() if numbers else ""
+
+
+def summary(cases: list[Row], claim: Claim, words: Numbers) -> str:
+    """What was found: each case with its number, or the span of numbers and counts of verdicts."""
+    verdicts = [case["verdict"] for case in cases]
+    if len(cases) > NAMED:
+        counts = [f"{verdicts.count(n)} {word}" for n, word in STATUS.items() if n in verdicts]
+        return f"{number([case['here'] for case in cases], claim)}: {', '.join(counts)}"
+    differing = [
+        column for column in ("method", "task") if len({case.get(column) for case in cases}) > 1
+    ]
+    parts = []
+    for case in cases:
+        names = [words.word(column, case.get(column, "")) for column in differing or ["method"]]
+        name = case["name"] or ", ".join(filter(None, names))
+        ends = [case.get("low", ""), case.get("high", "")]
+        interval = [rounded(float(end), claim.get("digits", 1)) for end in ends if end]
+        parts.append(
+            (f"{name}: " if name else "")
+            + number([case["here"]], claim)
+            + (f" [{', '.join(interval)}]" if interval else "")
+        )
+    return "; ".join(parts)
+
+
+def setting(cases: list[Row], claim: Claim, asked: Claim, words: Numbers) -> str:
+    """Model, if another than that of most claims, tasks, tokens of the texts, kinds of prefix, and
+    what else differs from the paper."""
+    lengths = dict.fromkeys(case["length"] for case in cases if case["length"])
+    tasks = dict.fromkeys(words.word("task", case.get("task", "")) for case in cases)
+    names = {f"{case.get('method')}, {case.get('task')}" for case in cases}
+    kinds = sorted({asked["prefixes"][name] for name in names if name in asked["prefixes"]})
+    later = [case["later"] for case in cases if case.get("later")]
+    share = "" if len(later) == len(cases) else f"{len(later)} of {len(cases)} "
+    parts = [
+        claim.get("model", ""),
+        ", ".join(filter(None, tasks)),
+        f"{' or '.join(lengths)} tokens" if lengths else "",
+        f"{', '.join(kinds)} prefixes" if kinds else "",
+        claim.get("note", ""),
+        f"{share}on {' and '.join(dict.fromkeys(later))}" if later else "",
+    ]
+    return "; ".join(filter(None, parts)) if cases else ""
+
+
+def claims(text: str, words: Numbers, root: Path = ROOT) -> list[dict[str, Any]]:
+    """The table out of what claims.toml says: a row for each claim, with `COLUMNS`.
+
+    Raises:
+        NumberError: A group of cases has no row, or a sum not one for each term.
+    """
+    asked, table = tomllib.loads(text), []
+    for claim in asked["claim"]:
+        cases = cases_of(claim, root)
+        verdicts = [case["verdict"] for case in cases]
+        status = status_of(verdicts)
+        if not claim.get("tested", True):
+            status = f"not tested (means: {status})"
+        result = summary(cases, claim, words) if cases else ""
+        context = setting(cases, claim, asked, words)
+        values = [float(case["here"]) for case in cases]
+        scorers = dict.fromkeys(re.findall(r"(?:accuracy|toxicity) \((\w+)", str(cases)))
+        paper = number([case.get("paper", "") for case in cases], claim)
+        name, source = claim["claim"], ": ".join(filter(None, [claim["source"], paper]))
+        row = {
+            "about": claim.get("about", "the paper"),
+            "claim": name,
+            "paper": f"{name[:-1]}; {source})" if name.endswith(")") else f"{name} ({source})",
+            "found": result,
+            "model": claim.get("model", asked["model"]) if cases else "",
+            "setting": context,
+            "here": f"{result} ({context})" if context else result,
+            "status": status,
+            "scorer": ", ".join(scorers),
+            "cases": len(cases),
+            "lowest": min(values, default=""),
+            "highest": max(values, default=""),
+            "level": claim.get("level", 3),
+        }
+        table.append(row | {name: verdicts.count(name) for name in STATUS})
+    return table
+
+
+def written(root: Path = ROOT) -> str:
+    """What figures/claims.csv should be."""
+    words = Numbers((root / "docs" / "numbers.toml").read_text("utf-8"), root)
+    file = io.StringIO()
+    writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(claims((root / "docs" / "claims.toml").read_text("utf-8"), words, root))
+    return file.getvalue()
+
+
+if __name__ == "__main__":
+    (ROOT / "figures" / "claims.csv").write_text(written(), "utf-8")

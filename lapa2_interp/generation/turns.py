@@ -1,0 +1,213 @@
+"""The driver of chats of several turns around the decode loop (`generation.loop`): the user's later
+messages are given, the model writes the answers.
+
+For each turn the loop writes an answer in every chat, as after a prompt: `Layout` has the whole
+chat up to there, so that l counts all of it, and a query is a step where it predicts a token of an
+answer. Between two turns
+
+- turns that are *read again* are text: the template writes the messages and the answers so far, and
+  new rows read them from the first token;
+- turns that are *kept* stay in the cache, with the keys and values under which they were written:
+
+  1. pack the rows, which ended at unequal slots: each keeps its chat without the tokens that follow
+     an ended answer, and all end at one slot;
+  2. read what follows the answer: the last token drawn, which nothing has read, and what the
+     template writes up to the next answer, but for its last token (in rows that read fewer tokens
+     than others, the last one stands several times);
+  3. pack again, without these repetitions. The loop's prompt pass reads the last token.
+
+So no row has a hole, and a query's slot gives its l. An end token that was drawn is replaced by
+what the template writes there; an answer that was cut is closed by it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import pandas as pd
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from tqdm import tqdm
+
+from lapa2_interp._util.errors import LayoutError, parameter
+from lapa2_interp.attention.cache import new_rows
+from lapa2_interp.attention.hooked import augmented
+from lapa2_interp.attention.trace import concat_traces, join_traces
+from lapa2_interp.bias.augmentation import Augmentations
+from lapa2_interp.bias.layout import Layout
+from lapa2_interp.generation.arrange import chat_layout, ids_between_answers
+from lapa2_interp.generation.plan import BatchPlan, DecodedBatch, DecodeLoop
+from lapa2_interp.models.card import Model
+from lapa2_interp.prefixes.soft_prefix import SoftPrefix
+from lapa2_interp.tasks.task import ChatForm
+
+
+def decode_turns(
+    model: Model,
+    plan: BatchPlan,
+    pairs: Sequence[tuple[int, int]],
+    bar: tqdm,
+    decode: DecodeLoop,
+) -> DecodedBatch:
+    """All answers of a batch of chats, one row each: the turns of a chat follow each other.
+
+    Beside the usual columns there are turn (1 is the first answer), message (the user's, which is
+    answered) and context (the ids of all keys before the answer's first token).
+
+    Args:
+        decode: The loop, which writes the answers of one turn.
+
+    Raises:
+        LayoutError: A chat that is read again has more tokens than the context has left.
+    """
+    form = plan.cell.branches[0].chat
+    assert form is not None
+    chats = [form.filled(prompt=plan.prompts[prompt]) for prompt, _ in pairs]
+    layouts = [plan.layouts[0][prompt] for prompt, _ in pairs]
+    batch = plan.assemble_batch(pairs)
+    rows, follows = None, []
+    if plan.cell.keeps_turns:
+        rows = KeptRows(model, plan.augmentations[0], plan.rereads_last)
+        follows = [ids_between_answers(model.tokenizer, chat) for chat in chats]
+    tables: list[pd.DataFrame] = []
+    traces = []
+    for turn in range(plan.cell.n_turns):
+        if turn:
+            if rows is None:
+                layouts = _read_again(model, plan, chats, tables)
+            else:
+                after = [ids[turn - 1] for ids in follows]
+                layouts = rows.go_on(_next_turns(model, layouts, tables[-1], after))
+            batch = plan.assemble_turn(pairs, layouts)
+        decoded = decode(model, plan, batch, bar, rows)
+        columns: dict[str, Any] = {
+            "turn": turn + 1,
+            "message": [_message(chat, turn) for chat in chats],
+            "context": [list(layout.ids) for layout in layouts],
+        }
+        tables.append(decoded.samples.assign(**columns))
+        if decoded.trace is not None:
+            traces.append(decoded.trace)
+    by_chat = np.arange(len(tables) * len(pairs)).reshape(len(tables), -1).T.ravel()
+    table = pd.concat(tables, ignore_index=True).iloc[by_chat].reset_index(drop=True)
+    if not traces:
+        return DecodedBatch(table, None)
+    return DecodedBatch(table, join_traces([concat_traces(traces).isel(sample=by_chat)], table))
+
+
+def _message(chat: ChatForm, turn: int) -> str:
+    """The user's message that a turn answers."""
+    return chat.later[turn - 1] if turn else str(chat.messages[-1].get("content") or "")
+
+
+def _read_again(
+    model: Model, plan: BatchPlan, chats: Sequence[ChatForm], tables: Sequence[pd.DataFrame]
+) -> list[Layout]:
+    """The layouts of the next turn of chats whose answers are read as texts."""
+    layouts = []
+    for i, chat in enumerate(chats):
+        answers = [str(table["continuation"].iloc[i]) for table in tables]
+        layouts.append(chat_layout(model.tokenizer, chat, answers))
+    longest = max(map(len, layouts))
+    if longest + plan.cell.length > model.cfg.n_ctx:
+        raise LayoutError(
+            f"turn {len(tables) + 1} begins after {longest} tokens, since answers have more tokens"
+            f" when their texts are read again, and with {plan.cell.length} new ones exceeds the"
+            f" context of {model.cfg.n_ctx}; give a shorter {parameter('length')}"
+        )
+    return layouts
+
+
+class NextTurn(NamedTuple):
+    """How a chat goes on: its layout up to the next answer, and the number of its first tokens that
+    are in the cache."""
+
+    layout: Layout
+    n_cached: int
+
+
+def _next_turns(
+    model: Model,
+    layouts: Sequence[Layout],
+    answers: pd.DataFrame,
+    after: Sequence[Sequence[int]],
+) -> list[NextTurn]:
+    """The next turn of chats whose answers stay as the tokens that were drawn.
+
+    Args:
+        after: The tokens between each of these answers and the next one.
+    """
+    turns = []
+    rows = zip(layouts, answers["tokens"], answers["finish"], after, strict=True)
+    for layout, tokens, finish, ids in rows:
+        answer = tokens[:-1] if finish == "end" else tokens
+        # The last token that was drawn has not been read.
+        n_cached = len(layout.ids) + max(len(tokens) - 1, 0)
+        turns.append(NextTurn(layout.followed_by(model.tokenizer, [*answer, *ids]), n_cached))
+    return turns
+
+
+class KeptRows:
+    """Rows whose texts go on after their last step.
+
+    Args:
+        augmentation: That of the rows.
+        reread_last: As in `cache.new_rows`.
+    """
+
+    def __init__(self, model: Model, augmentation: Augmentations, reread_last: bool) -> None:
+        self.model, self.augmentation = model, augmentation
+        self.rows = new_rows(model, reread_last)
+        self.has_read = False
+
+    def go_on(self, turns: Sequence[NextTurn]) -> list[Layout]:
+        """Read all of the next turns but the last token, which the prompt pass reads.
+
+        Returns:
+            Their layouts.
+        """
+        layouts = [turn.layout for turn in turns]
+        # Steps 1 and 2: pack, and read.
+        new = [list(turn.layout.ids[turn.n_cached : -1]) for turn in turns]
+        n_new, width = max(map(len, new)), max(turn.n_cached for turn in turns)
+        if width + n_new > self.model.cfg.n_ctx:
+            raise LayoutError(
+                f"a batch of chats reads up to {width + n_new} tokens, more than the context of"
+                f" {self.model.cfg.n_ctx}; give a smaller {parameter('max_rows')}"
+            )
+        self.rows.pack([turn.layout.ids[: turn.n_cached] for turn in turns], width + n_new)
+        tokens = [
+            ids + [turn.layout.ids[-1]] * (n_new - len(ids))
+            for ids, turn in zip(new, turns, strict=True)
+        ]
+        packed = [replace(turn.layout, pad=width - turn.n_cached) for turn in turns]
+        if n_new:
+            with augmented(self.model, [self.augmentation] * len(turns), packed):
+                self.rows.read_tokens(torch.tensor(tokens, device=self.model.cfg.device))
+        # Step 3: pack again.
+        self.rows.pack([layout.ids[:-1] for layout in layouts], max(map(len, layouts)))
+        self.has_read = True
+        return layouts
+
+    def prompt_pass(
+        self,
+        layouts: Sequence[Layout],
+        prefixes: Sequence[SoftPrefix | None] | None = None,
+        keep: int = 1,
+    ) -> Float[Tensor, "row query vocab"]:
+        if not self.has_read:
+            return self.rows.prompt_pass(layouts, prefixes, keep)
+        last = [[layout.ids[-1]] for layout in layouts]
+        return self.rows.read_tokens(torch.tensor(last, device=self.model.cfg.device), keep)
+
+    def expand(self, index: Int[Tensor, " expanded"], capacity: int) -> None:
+        self.rows.expand(index, capacity)
+
+    def read_tokens(
+        self, tokens: Int[Tensor, "row query"], keep: int = 1
+    ) -> Float[Tensor, "row last vocab"]:
+        return self.rows.read_tokens(tokens, keep)

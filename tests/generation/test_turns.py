@@ -1,0 +1,351 @@
+"""Chats of several turns: read again as text, or kept in the cache."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from conftest import load
+
+from lapa2_interp import Augmentation, augmented, generate, load_run
+from lapa2_interp._util.errors import AugmentationError, LayoutError, MethodError, TaskError
+from lapa2_interp.attention.trace import SUMS
+from lapa2_interp.bias.layout import Layout
+from lapa2_interp.cli.app import main
+from lapa2_interp.generation import turns as turns_module
+from lapa2_interp.generation.resolve import cell_of
+from lapa2_interp.methods.chat import chat_task
+from lapa2_interp.methods.registry import load_task
+from lapa2_interp.models.card import model_card
+from lapa2_interp.report.viewer import view
+from lapa2_interp.runs import worker
+from lapa2_interp.runs.engines import InProcess
+from lapa2_interp.runs.grid import Grid
+from lapa2_interp.runs.score import score
+from lapa2_interp.runs.sweep import sweep
+from lapa2_interp.scoring.human import make_sheets
+
+TEMPLATE = (
+    "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+SCRIPTS = ["Why?\nAnd snow?\nWho says so?", "Where is it?\nOh.\nIs that all?", "Who?\nI see.\nNo!"]
+"""The user's three messages of each chat."""
+FORM = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "{prompt:1}"}]
+LATER = ["{prompt:2}", "{prompt:3}"]
+KEPT = {"keep_turns": True}
+LAST = Augmentation(alpha=0.7)
+
+
+@pytest.fixture
+def chatting(monkeypatch):
+    """A tiny model with a chat template; its tokens are bytes."""
+    model = load("tiny-llama", "float64")
+    monkeypatch.setattr(model.tokenizer, "chat_template", TEMPLATE)
+    return model
+
+
+def script_task(scripts=SCRIPTS):
+    return chat_task(FORM, prompts=scripts, later=LATER)
+
+
+def answers(model, task=None, rule=None, **settings):
+    """Samples and trace of chats."""
+    settings = {"length": 4, "seed": 3, "augmentation": rule or "none"} | settings
+    run = generate(model, method="chat", task=task or script_task(), **settings)
+    return run.samples(), run.trace()
+
+
+def sums_of(trace):
+    return np.stack([trace[name].to_numpy() for name in SUMS])
+
+
+def test_a_row_is_an_answer_with_its_turn_its_message_and_all_keys_before_it(chatting):
+    for parameters in ({}, KEPT):
+        samples, trace = answers(chatting, rule=LAST, parameters=parameters)
+        assert samples["turn"].tolist() == [1, 2, 3] * 3
+        assert samples["prompt"].tolist() == [script for script in SCRIPTS for _ in range(3)]
+        assert samples["message"].tolist() == "\n".join(SCRIPTS).splitlines()
+        assert trace["turn"].to_numpy().tolist() == samples["turn"].tolist()
+        for i, row in samples.iterrows():
+            # l with BOS counts the conversation, the query's own key included.
+            assert trace["l_kv"][0, i, 0] == len(row["context"])
+            text = chatting.tokenizer.decode(row["context"])
+            assert text.endswith(f"[user]{row['message']}[assistant]")
+        assert samples["variant"].str.contains("keep_turns=True").all() == bool(parameters)
+        total = sum(trace[name] for name in ("bos", "prefix", "prompt", "generated"))
+        assert np.abs(total - 1).max() < 1e-5
+
+
+def test_a_turn_read_again_is_a_chat_of_its_own(chatting):
+    """The chat whose messages are written out draws the same tokens, with the same attention."""
+    samples, trace = answers(chatting, rule=LAST, samples=2)
+    assert len(samples) == 18
+    for turn in (2, 3):
+        rows = samples[(samples["turn"] == turn) & (samples["sample"] == 0)]
+        for i, row in rows.iterrows():
+            lines, chat = row["prompt"].splitlines(), FORM[:1]
+            before = samples[(samples["prompt"] == row["prompt"]) & (samples["sample"] == 0)]
+            for line, answer in zip(lines, before["continuation"][: turn - 1], strict=False):
+                chat = [*chat, {"role": "user", "content": line}]
+                chat.append({"role": "assistant", "content": answer})
+            task = chat_task([*chat, {"role": "user", "content": lines[turn - 1]}])
+            alone, of_alone = answers(chatting, task, LAST)
+            assert alone["tokens"][0] == row["tokens"]
+            np.testing.assert_allclose(
+                sums_of(of_alone)[:, 0, 0], sums_of(trace)[:, 0, i], atol=1e-6
+            )
+
+
+@pytest.mark.parametrize(
+    ("rule", "is_equal"),
+    [
+        (None, True),
+        (Augmentation(alpha=0.7, phase="after_span"), True),
+        (Augmentation(alpha=0.7, phase="everywhere", law="sqrt"), True),
+        (Augmentation(alpha=0.7, phase="predicting_only"), True),
+        (LAST, False),
+        (Augmentation(alpha=0.7, phase="decode"), False),
+    ],
+)
+def test_kept_turns_are_those_read_again_where_ids_and_biases_are_equal(chatting, rule, is_equal):
+    """Ids differ only where an answer's text has other tokens than were drawn: here, bytes that are
+    no character. Biases differ where a phase steers the queries that write alone."""
+    scripts = [f"{letter}?\nAnd snow?\nWho?" for letter in "abcdefghijklmnopqrst"]
+    task = script_task(scripts)
+    settings = {"length": 2, "top_k": 60}
+    (again, of_again), (cached, of_cached) = (
+        answers(chatting, task, rule, parameters=parameters, **settings)
+        for parameters in ({}, KEPT)
+    )
+    first = again["turn"] == 1
+    assert again["tokens"][first].tolist() == cached["tokens"][first].tolist()
+    second = again.index[again["turn"] == 2]
+    same = [i for i in second if list(again["context"][i]) == list(cached["context"][i])]
+    canonical = [
+        i + 1
+        for i, row in again[first].iterrows()
+        if chatting.tokenizer(row["continuation"], add_special_tokens=False).input_ids
+        == list(row["tokens"])
+    ]
+    assert same == canonical
+    assert 0 < len(same) < len(scripts), "both kinds are tried"
+    difference = np.abs(sums_of(of_again)[:, 0, same] - sums_of(of_cached)[:, 0, same]).max()
+    assert (difference < 1e-6) == is_equal
+    if is_equal:
+        assert [again["tokens"][i] for i in same] == [cached["tokens"][i] for i in same]
+
+
+def one_pass(model, row, rows, rule):
+    """Logits at every step of an answer, of one pass over the whole conversation; `rows` are the
+    answers of the chat so far. The bias acts where tokens of answers are predicted."""
+    chat = [FORM[0], {"role": "user", "content": row["prompt"].splitlines()[0]}]
+    layout = Layout.of_chat(model, chat)
+    steps = [
+        (len(one["context"]) - len(layout), len(one["context"]) - len(layout) + one["n_tokens"])
+        for _, one in rows.iterrows()
+    ]
+    rules = tuple(rule.model_copy(update={"steps": step}) for step in steps)
+    ids = torch.tensor([[*row["context"], *row["tokens"][:-1]]])
+    with torch.no_grad(), augmented(model, [rules], layout):
+        return model(ids)[0, len(row["context"]) - 1 :]
+
+
+@pytest.mark.parametrize("eos", ["keep", "stop"])
+def test_kept_answers_are_drawn_from_one_pass_over_the_chat(chatting, monkeypatch, eos):
+    """Answers of unequal lengths, in a batch; each is its chat's alone."""
+    card = model_card(chatting)
+    ends = tuple(range(100, 160))
+    monkeypatch.setattr(chatting, "lapa2_card", card.model_copy(update={"end_ids": ends}))
+    asked = {"parameters": KEPT, "length": 6, "eos": eos, "top_k": 1}
+    samples, trace = answers(chatting, rule=LAST, **asked)
+    lengths = samples["n_tokens"].tolist()
+    assert (len(set(lengths)) > 2) == (eos == "stop"), lengths
+    for i, row in samples.iterrows():
+        chat = samples[(samples["prompt"] == row["prompt"]) & (samples["turn"] <= row["turn"])]
+        logits = one_pass(chatting, row, chat, LAST)
+        assert logits.argmax(1).tolist() == list(row["tokens"])
+        if row["turn"] > 1:
+            before = samples.loc[i - 1]
+            n = before["n_tokens"] - (before["finish"] == "end")  # no end token is kept
+            between = f"[user]{row['message']}[assistant]"
+            ids = chatting.tokenizer(between, add_special_tokens=False).input_ids
+            assert list(row["context"]) == [*before["context"], *before["tokens"][:n], *ids]
+    for number, script in enumerate(SCRIPTS):
+        alone, of_alone = answers(chatting, script_task([script]), LAST, **asked)
+        rows = slice(3 * number, 3 * number + 3)
+        assert alone["tokens"].tolist() == samples["tokens"][rows].tolist()
+        n = of_alone.sizes["step"]
+        np.testing.assert_allclose(
+            sums_of(of_alone)[:, 0], sums_of(trace)[:, 0, rows, :n], atol=1e-6
+        )
+
+
+def test_a_turn_may_add_one_token(chatting, monkeypatch):
+    """After an answer that ended at once; nothing is read before the prompt pass."""
+    chatting.tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    card = model_card(chatting).model_copy(update={"end_ids": tuple(range(258))})
+    monkeypatch.setattr(chatting, "lapa2_card", card)
+    form = [FORM[0], {"role": "user", "content": "Why?"}]
+    asked = {"parameters": KEPT, "eos": "stop", "rule": LAST, "top_k": 1}
+    samples, _ = answers(chatting, chat_task(form, later=["?", "!"]), **asked)
+    assert samples["finish"].tolist() == ["end"] * 3
+    assert list(map(chatting.tokenizer.decode, samples["context"])) == [
+        "Be brief.Why?", "Be brief.Why??", "Be brief.Why??!",
+    ]  # fmt: skip
+    for i, row in samples.iterrows():
+        logits = one_pass(chatting, row, samples.loc[:i], LAST)
+        assert logits.argmax(1).tolist() == list(row["tokens"])
+
+
+def test_a_phrase_that_an_answer_repeats_is_that_of_the_first_messages(chatting):
+    form = [{"role": "user", "content": "Say rain."}]
+    task = chat_task(form, "phrase:rain", later=["Why rain?"])
+    for parameters in ({}, KEPT):
+        samples, trace = answers(chatting, task, LAST, parameters=parameters)
+        assert trace["l_pre"].to_numpy().tolist() == [[4, 4]]
+        assert samples["message"].tolist() == ["Say rain.", "Why rain?"]
+
+
+def test_templates_that_write_earlier_turns_otherwise_can_only_be_read_again(chatting):
+    marked = "{% if not loop.last %}~{% endif %}{{ m['content'] }}"
+    chatting.tokenizer.chat_template = TEMPLATE.replace("{{ m['content'] }}", marked)
+    assert len(answers(chatting)[0]) == 9
+    with pytest.raises(LayoutError, match="writes earlier turns otherwise .* leave out keep_turns"):
+        answers(chatting, parameters=KEPT)
+    # White space in front of an answer is left to the model.
+    spaced = TEMPLATE.replace("]{{ m", "] {{ m")
+    chatting.tokenizer.chat_template = spaced
+    samples, _ = answers(chatting, parameters=KEPT)
+    assert chatting.tokenizer.decode(samples["context"][1]).endswith("[user] And snow?[assistant]")
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "problem"),
+    [
+        ({"samples": 2}, MethodError, "goes on from one sample of each prompt, and samples is 2"),
+        ({"task": chat_task(FORM, prompts=SCRIPTS)}, MethodError, "the chat has one answer"),
+        ({"method": "prefix", "task": "sentiment"}, MethodError, "method 'prefix': .*keep_turns"),
+        ({"length": 700}, LayoutError, "before the last of 3 answers and 700 new ones exceed"),
+        (
+            {"rule": Augmentation(alpha=1, law="ratio", tau=0.9, pooled=True)},
+            AugmentationError,
+            "a pooled law reads all queries of a pass",
+        ),
+    ],
+)
+def test_what_kept_turns_cannot_have_is_refused(chatting, settings, error, problem):
+    settings = {"method": "chat", "task": script_task(), "parameters": KEPT} | settings
+    settings["augmentation"] = settings.pop("rule", "none")
+    with pytest.raises(error, match=problem):
+        generate(chatting, length=settings.pop("length", 4), **settings)
+
+
+def test_chats_that_outgrow_the_context_while_they_run_are_refused(chatting, monkeypatch):
+    """Texts of bytes that are no character have more tokens when they are read again; and a row
+    that reads fewer tokens than others runs on beside them."""
+    monkeypatch.setattr(chatting.cfg, "n_ctx", 70)
+    with pytest.raises(LayoutError, match="turn 2 begins after .* give a shorter length"):
+        answers(chatting)
+    monkeypatch.setattr(chatting.cfg, "n_ctx", 45)
+    with pytest.raises(LayoutError, match="a batch of chats reads up to .* smaller max_rows"):
+        answers(chatting, parameters=KEPT)
+
+
+def test_pages_and_sheets_take_a_chat_of_several_turns(chatting, tmp_path):
+    run = generate(chatting, method="chat", task=script_task(), parameters=KEPT, length=4, seed=3,
+                   alpha=[0, 0.7])  # fmt: skip
+    shown = view(run, prompt=SCRIPTS[1], model=chatting)
+    first = run.samples().query("prompt == @SCRIPTS[1] and turn == 1")
+    assert [arm.tokens for arm in shown.text.arms] == [*map(tuple, first["tokens"])]
+    assert len(make_sheets(run.samples(), tmp_path / "sheets", n_texts=6)) == 6
+    table = run.steps()
+    assert table.groupby(["arm", "turn"]).ngroups == 6
+    assert run.attention(arm="baseline").n_untraced == 0
+
+
+def test_a_prompt_has_as_many_lines_as_the_chat_asks_for(chatting):
+    with pytest.raises(TaskError, match=r"asks for \{prompt:3\}, and prompt 'Why.* has 2 lines"):
+        answers(chatting, script_task(["Why?\nAnd snow?"]))
+
+
+def test_kept_turns_take_the_usual_steps(monkeypatch, capsys):
+    model = load("tiny-llama", "float64", "TransformersModel")
+    monkeypatch.setattr(model.tokenizer, "chat_template", TEMPLATE)
+    usual, _ = answers(model, rule=LAST, parameters=KEPT)
+    monkeypatch.setattr(model, "static", True, raising=False)
+    static, _ = answers(model, rule=LAST, parameters=KEPT)
+    assert usual["tokens"].tolist() == static["tokens"].tolist()
+
+
+TASK = """length_counts_prompt = false
+[attributes.calm]
+prefix = "Be calm."
+[prompts]
+texts = ["What is rain?\\nAnd snow?", "Who are you?\\nWhy is that so?", "Is it late?\\nAnd now?"]
+[chat]
+messages = [{role = "system", content = "{prefix}"}, {role = "user", content = "{prompt:1}"}]
+later = ["{prompt:2}"]
+"""
+
+
+def test_a_sweep_that_is_killed_between_turns_gives_the_same_bytes(chatting, tmp_path, monkeypatch):
+    monkeypatch.setattr(worker, "load_model", lambda *_, **__: chatting)
+    (tmp_path / "calm.toml").write_text(TASK)
+    task = load_task(tmp_path / "calm.toml")
+    cells = tuple(
+        cell_of(chatting, method={"name": "chat", **parameters}, task=task, alpha=0.5, length=4,
+                max_rows=2, trace="pooled")
+        for parameters in ({}, KEPT)
+    )  # fmt: skip
+    grid = Grid("calm", "", cells)
+
+    def make(folder):
+        with InProcess() as engine:
+            return sweep(folder, [grid], engine, notify=lambda text: None)
+
+    make(tmp_path / "whole")
+
+    def stop(*arguments):
+        raise KeyboardInterrupt
+
+    for name in ("_read_again", "_next_turns"):
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(turns_module, name, stop)
+            make(tmp_path / "stopped")
+        if name == "_read_again":
+            assert load_run(tmp_path / "stopped").cells["state"].tolist() == ["missing"] * 2
+    make(tmp_path / "stopped")
+    undisturbed, stopped = (
+        {
+            str(file.relative_to(tmp_path / name)): file.read_bytes()
+            for suffix in ("*.parquet", "*.nc")
+            for file in (tmp_path / name).rglob(suffix)
+        }
+        for name in ("whole", "stopped")
+    )
+    assert len(undisturbed) == 8
+    assert undisturbed == stopped
+    run = load_run(tmp_path / "whole")
+    assert [*run.cells["variant"].str.contains("keep_turns=True")] == [False, True]
+    # Tables have the turn.
+    scored = score(tmp_path / "whole", scorers=["repetition"])
+    assert sorted(scored.table["turn"].unique()) == [1, 2]
+    assert sorted(run.steps()["turn"].unique()) == [1, 2]
+
+
+def test_turns_on_the_command_line(chatting, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("lapa2_interp.models.load.load_model", lambda *_, **__: chatting)
+    monkeypatch.setattr("lapa2_interp.models.load.load_tokenizer", lambda *_: chatting.tokenizer)
+    file = tmp_path / "messages.json"
+    file.write_text('[{"role": "system", "content": "Hi."}, {"role": "user", "content": "Why?"}]')
+    asked = ["chat", str(file), "--length", "2", "--later", "And snow?", "And hail?"]
+    assert main([*asked, "--keep-turns"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.count("turn 3") == 2
+    assert main([*asked, "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["turns"] == [1, 2, 3]
+    assert len(facts["attention"]) == len(facts["texts"]) == 3
+    assert main([*asked, "--keep-turns", "--samples", "2"]) == 2
+    assert "samples is 2" in capsys.readouterr().err

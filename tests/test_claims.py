@@ -1,0 +1,215 @@
+"""The table of the paper's claims: figures/claims.csv is what docs/write_claims.py makes, and its
+statuses follow the rule, by tables made by hand."""
+
+import importlib.util
+import re
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+SPEC = importlib.util.spec_from_file_location("write_claims", ROOT / "docs" / "write_claims.py")
+assert SPEC
+assert SPEC.loader
+table = sys.modules[SPEC.name] = importlib.util.module_from_spec(SPEC)
+SPEC.loader.exec_module(table)
+
+AS, AGAINST, SAME, OPEN = table.STATUS
+
+
+@pytest.mark.parametrize(
+    ("verdicts", "status"),
+    [
+        ([AS, AS], "reproduced"),
+        ([AS, AGAINST, OPEN], "reproduced in 1 of 3"),
+        ([AGAINST], "contradicted"),
+        ([SAME, AGAINST, OPEN, OPEN], "contradicted in 1 of 4"),
+        ([SAME, SAME], "no difference"),
+        ([OPEN, SAME, OPEN], "no difference in 1 of 3"),
+        ([OPEN, OPEN], "undecided"),
+        ([], "not tested"),
+    ],
+)
+def test_the_rule(verdicts, status):
+    assert table.status_of(verdicts) == status
+
+
+VERDICTS = """\
+item,claim,metric,task,method,paper,here,low,high,verdict,scorer
+gain,more: one,acc,t,one,8.67,4.17,-0.28,8.33,inconclusive,accuracy (adapter t 0123)
+gain,more: two,acc,t,two,3.6,4.44,2.78,6.25,as in the paper,accuracy (adapter t 0123)
+gain,more: three,acc,u,three,2.9,-0.83,-5.21,3.33,inconclusive,accuracy (adapter t 0123)
+gain,more: four,acc,u,two,,-2.5,-3.1,-1.9,against the paper,accuracy (adapter t 0123)
+cost,more: one,ppl,t,one,12.01,1.93,0.99,2.87,as in the paper,perplexity (M)
+"""
+LATER = """\
+item,claim,metric,task,method,paper,here,low,high,verdict,scorer
+gain,more: one,acc,t,one,8.67,2.82,1.21,4.51,as in the paper,accuracy (adapter t 0123)
+cost,more: three,acc,u,three,2.9,9.0,8.0,10.0,as in the paper,perplexity (M)
+"""
+FITS = "method,task,R2\none,t,0.987\ntwo,t,0.627\nthree,u,0.8\n"
+MEANS = """\
+task,method,arm,length,mean
+t,one,none,32,50
+t,one,bias,32,52.5
+t,one,none,256,40
+t,one,bias,256,47
+t,two,none,32,50
+t,two,bias,32,55
+t,two,none,256,60
+t,two,bias,256,61.25
+"""
+CLAIMS = """
+model = "M"
+[prefixes]
+"one, t" = "hard"
+"two, t" = "soft"
+"three, u" = "soft"
+[[claim]]
+claim = "It gains"
+source = "Table 1"
+unit = "points"
+note = "a note"
+level = 1
+cases = [{where = {item = "gain"}, length = 64}]
+[[claim]]
+claim = "It costs (much)"
+source = "Table 1"
+length = "8"
+cases = [{where = {metric = "ppl"}, name = "a case"}]
+[[claim]]
+claim = "R2 is high"
+source = "Figure 1"
+sign = false
+digits = 2
+cases = [{file = "fits.csv", value = "R2", "as in the paper" = "> 0.9", "against the paper" = "< 0.7"}]
+[[claim]]
+claim = "Gains grow"
+source = "Text"
+tested = false
+about = "own tables"
+cases = [{file = "means.csv", by = ["method", "task"], "as in the paper" = "> 0", "against the paper" = "< 0", sum = [[1, {arm = "bias", length = 256}], [-1, {arm = "none", length = 256}], [-1, {arm = "bias", length = 32}], [1, {arm = "none", length = 32}]]}]
+[[claim]]
+claim = "Little changes"
+source = "Text"
+model = "other"
+tested = false
+cases = [{file = "means.csv", where = {length = 256}, by = ["method"], within = 5, sum = [[1, {arm = "bias"}], [-1, {arm = "none"}]]}]
+[[claim]]
+claim = "People see it"
+source = "Figure 6"
+"""
+WORDS = """
+[words.method]
+one = "One"
+[words.task]
+t = "T"
+"""
+EXPECTED = [
+    ("the paper", "It gains (Table 1: +2.9 to +8.7 points)", "-2.5 to +4.4 points: 2 reproduced, 1 contradicted, 1 undecided (T, u; 64 tokens; hard, soft prefixes; a note; 1 of 4 on new prompts)", "M", "adapter", "reproduced in 2 of 4", 4, (2, 1, 0, 1), (-2.5, 4.44), 1),
+    ("the paper", "It costs (much; Table 1: +12.0)", "a case: +1.9 [1.0, 2.9] (T; 8 tokens; hard prefixes)", "M", "", "reproduced", 1, (1, 0, 0, 0), (1.93, 1.93), 3),
+    ("the paper", "R2 is high (Figure 1)", "One, T: 0.99; two, T: 0.63; three, u: 0.80 (T, u; hard, soft prefixes)", "M", "", "reproduced in 1 of 3", 3, (1, 1, 0, 1), (0.627, 0.987), 3),
+    ("own tables", "Gains grow (Text)", "One: +4.5; two: -3.8 (T; hard, soft prefixes)", "M", "", "not tested (means: reproduced in 1 of 2)", 2, (1, 1, 0, 0), (-3.75, 4.5), 3),
+    ("the paper", "Little changes (Text)", "One: +7.0; two: +1.2 (other)", "other", "", "not tested (means: reproduced in 1 of 2)", 2, (1, 1, 0, 0), (1.25, 7.0), 3),
+    ("the paper", "People see it (Figure 6)", "", "", "", "not tested", 0, (0, 0, 0, 0), ("", ""), 3),
+]  # fmt: skip
+
+
+@pytest.fixture
+def root(tmp_path):
+    """A folder with tables made by hand."""
+    for name, text in {
+        table.VERDICTS: VERDICTS,
+        "figures/undecided/claims.csv": LATER,
+        "figures/undecided/detox.claims.csv": LATER.replace("gain,more: one", "loss,less: one"),
+        "fits.csv": FITS,
+        "means.csv": MEANS,
+    }.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
+        (tmp_path / name).write_text(text, "utf-8")
+    return tmp_path
+
+
+def test_a_table_made_by_hand(root):
+    rows = table.claims(CLAIMS, table.Numbers(WORDS, root), root)
+    columns = ("about", "paper", "here", "model", "scorer", "status", "cases")
+    assert [
+        (
+            *(row[column] for column in columns),
+            tuple(row[verdict] for verdict in table.STATUS),
+            (row["lowest"], row["highest"]),
+            row["level"],
+        )
+        for row in rows
+    ] == EXPECTED
+    assert all(set(row) == set(table.COLUMNS) for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "message"),
+    [
+        ('{item = "gain"}', '{item = "loss"}', "no row of figures/quick/tables/verdicts.csv fits {'item': 'loss'}"),
+        ("where = {length = 256}, by", 'by', "2 rows fit {'arm': 'bias', 'method': 'one'}, not one"),
+    ],
+)  # fmt: skip
+def test_a_claim_without_its_rows_is_an_error(root, before, after, message):
+    assert before in CLAIMS
+    with pytest.raises(table.NumberError, match=re.escape(message)):
+        table.claims(CLAIMS.replace(before, after), table.Numbers(WORDS, root), root)
+
+
+def test_the_committed_table_is_that_of_the_committed_verdicts():
+    assert (ROOT / "figures" / "claims.csv").read_text("utf-8") == table.written()
+
+
+CLAIMED = tomllib.loads((ROOT / "docs" / "claims.toml").read_text("utf-8"))
+
+
+def test_claims_have_one_scorer():
+    """So that a page may say it once, and the model."""
+    rows = table.table_of(ROOT / "figures" / "claims.csv")
+    assert {row["scorer"] for row in rows} == {"", "adapter"}
+    assert all(
+        "SmolLM2-135M" in (row["model"] or "SmolLM2-135M") or row["model"] == "synthetic logits"
+        for row in rows
+        if row["about"] == "the paper"
+    )
+
+
+def test_every_verdict_on_the_paper_stands_in_a_claim():
+    """Or the same comparison under another item."""
+    groups = [group for claim in CLAIMED["claim"] for group in claim.get("cases", [])]
+    names = {
+        (row.get("item"), row.get("claim"))
+        for group in groups
+        for row in table.rows_of(group, ROOT)
+    }
+    judged = [row for row in table.table_of(ROOT / table.VERDICTS) if row["whose"] == "paper"]
+    compared = {row["compared"] for row in judged if (row["item"], row["claim"]) in names} - {""}
+    left = [row for row in judged if row["compared"] not in compared]
+    assert [row["claim"] for row in left if (row["item"], row["claim"]) not in names] == []
+
+
+def test_kinds_of_prefix_are_those_of_the_runs():
+    for row in table.table_of(ROOT / "figures/quick/tables/prefix_types.csv"):
+        name = f"{row['method']}, {row['task']}"
+        if name in CLAIMED["prefixes"] and row["type"] != "none":
+            assert CLAIMED["prefixes"][name] == row["type"], name
+
+
+def test_lengths_are_those_of_the_runs():
+    for claim in CLAIMED["claim"]:
+        for group in claim.get("cases", []):
+            lengths = set(
+                re.findall(
+                    r"\d+", str(group.get("length", claim.get("length", ""))).replace(",", "")
+                )
+            )
+            for item in {row["item"] for row in table.rows_of(group, ROOT) if "item" in row}:
+                rows = table.table_of(ROOT / f"figures/quick/tables/{item}.csv")
+                if "length" in rows[0] and item != "deep":
+                    assert lengths <= {row["length"].partition(".")[0] for row in rows}, claim[
+                        "claim"
+                    ]
