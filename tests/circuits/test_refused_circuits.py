@@ -337,9 +337,9 @@ def recall(n_steps=3, of=None, n=None, **settings):
 
 
 def shallow():
-    whole = estimates()
-    first = {name: getattr(whole, name)[:, :, :1] for name in ("cut_hats", "slopes")}
-    return replace(whole, **first)
+    full = estimates()
+    first = {name: getattr(full, name)[:, :, :1] for name in ("cut_hats", "slopes")}
+    return replace(full, **first)
 
 
 def bare():
