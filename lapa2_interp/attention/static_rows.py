@@ -1,5 +1,6 @@
-"""Decoding steps on tensors that keep their places, so that a GPU can replay a step as one CUDA
-graph.
+"""Decoding steps on tensors that keep their places, for CUDA graphs.
+
+A GPU can replay such a step as one graph.
 
 A step of one token a row launches hundreds of small operations, and on a GPU starting them takes
 longer than computing them. A graph starts them all at once, but it always reads and writes the same

@@ -263,3 +263,19 @@ def test_control_that_grows_has_not_faded(planted_fading):
             changed={(8, ALL, "hold"): np.full(prompts, 0.95)},
         )  # fmt: skip
         assert few.verdict == "inconclusive"
+
+
+def test_fillers_read_without_the_matrix_change_nothing():
+    """The filler is read at once, and the scored tokens with the matrix, as ever."""
+    model, fadings = load("planted", model_class="TransformersModel"), []
+    example = found_of().contrast_set
+    for attn in ("matrix", "fused"):
+        model.attn = attn
+        fadings.append(measure_fading(model, example, filler=(200,), tokens=TOKENS))
+    model.attn = "auto"
+    for name in ("near", "far"):
+        values = (getattr(fading, name) for fading in fadings)
+        one, another = (value if name == "near" else value[200] for value in values)
+        np.testing.assert_allclose(one, another, atol=1e-4)
+    for key, values in fadings[0].changed.items():
+        np.testing.assert_allclose(fadings[1].changed[key], values, atol=1e-4)
