@@ -352,15 +352,9 @@ def recall(n_steps=3, of=None, n=None, **settings):
 
 
 def shallow():
-<<<<<<<< HEAD:tests/circuits/test_refused_circuits.py
-    full = estimates()
-    first = {name: getattr(full, name)[:, :, :1] for name in ("cut_hats", "slopes")}
-    return replace(full, **first)
-========
     both = estimates()
     first = {name: getattr(both, name)[:, :, :1] for name in ("cut_hats", "slopes")}
     return replace(both, **first)
->>>>>>>> main:tests/circuits/test_circuits_refusals.py
 
 
 def bare():
