@@ -30,7 +30,7 @@ control must restore about nothing.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -56,6 +56,7 @@ from lapa2_interp.circuits.result_store import RECHECKED, ResultStore
 from lapa2_interp.circuits.statistics import share_interval
 from lapa2_interp.circuits.units import all_heads, head_mask, make_units
 from lapa2_interp.generation.teacher_forcing import SCORES_AT_ONCE
+from lapa2_interp.models.attention_interface import decided_path, read_without_matrix
 from lapa2_interp.models.card import Model, prepacked_model, smallest_window
 from lapa2_interp.models.load import accepts_model_name
 from lapa2_interp.stats import FEW, bounds
@@ -523,10 +524,13 @@ class _CachedForward:
         # The token before the first scored one is the first scored query.
         self.width = len(first) + examples[0].n_steps - 1
         self.state.expand(torch.arange(len(rows), device=device), capacity=self.width)
-        size = max(1, SCORES_AT_ONCE // (len(rows) * model.cfg.n_heads * self.width))
-        for part in every[:, :-tokens].split(size, dim=1):
-            if part.shape[1]:
-                self.state.read_tokens(part)
+        filler = every[:, :-tokens]
+        with decided_path(model, filler.shape[1], self.width) as fused:
+            size = SCORES_AT_ONCE // (len(rows) * model.cfg.n_heads * self.width)
+            with read_without_matrix(model) if fused else nullcontext():
+                for part in filler.split(filler.shape[1] if fused else max(1, size), dim=1):
+                    if part.shape[1]:
+                        self.state.read_tokens(part)
         self.tokens = every[:, -tokens:]
         # Keys of each scored query, BOS included.
         self.l = torch.arange(self.width - tokens + 1, self.width + 1, device=device).double()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import fields, is_dataclass
+from functools import cache
 from importlib import import_module
 from inspect import getattr_static
 from itertools import combinations
@@ -129,16 +130,22 @@ def get(name: str, **parameters: Any) -> Method:
     ]  # a custom class may ignore them
     if unknown:
         raise MethodError(f"method {name!r}: {unknown_choice('field', unknown[0], names)}")
-    hints = get_type_hints(method_class, include_extras=True)
+    hints, reader = _fields_of(method_class)
     for field, value in parameters.items():
         # A cell stores all numbers as floats.
         is_integer = isinstance(value, float) and value.is_integer()
         check_value(field, int(value) if is_integer else value, hints[field], MethodError,
                     f"method {name!r}: ")  # fmt: skip
     try:
-        return TypeAdapter(method_class).validate_python(parameters)
+        return reader.validate_python(parameters)
     except ValidationError as error:
         raise MethodError(f"method {name!r}: {validation_message(error, fields=names)}") from None
+
+
+@cache
+def _fields_of(kind: type[Method]) -> tuple[dict[str, Any], Any]:
+    """The types of a method's parameters, and what makes a method of parameters."""
+    return get_type_hints(kind, include_extras=True), TypeAdapter(kind)
 
 
 def get_for_task(name: str, task: Task, **parameters: Any) -> Method:

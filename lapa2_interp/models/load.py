@@ -97,6 +97,7 @@ def load_model(
     pack: str = "auto",
     workers: Count = 1,
     seed: int | None = None,
+    attn: str = "auto",
 ) -> Model:
     """Load a model, ready for `augmented`.
 
@@ -124,6 +125,7 @@ def load_model(
             (`models.prepacked.choose_prepacking`).
         workers: Processes on this machine that load the model, for pack "auto".
         seed: Seed of a planted model; load_model("planted", seed=3) is load_model("planted:3").
+        attn: As of `TransformersModel`; the other classes always form the matrix.
 
     Returns:
         A model of that class in eval mode, logits equal to transformers'.
@@ -140,11 +142,16 @@ def load_model(
         "TransformerBridge": _make_bridge,
         "HookedTransformer": _make_hooked_transformer,
         "TransformersModel": lambda network, tokenizer, name, *_: TransformersModel(
-            network, tokenizer, name
+            network, tokenizer, name, attn
         ),
     }
     if model_class not in wrap:
         raise ModelError(unknown_choice("model class", model_class, wrap))
+    if attn == "fused" and model_class != "TransformersModel":
+        raise ModelError(
+            f"a {model_class} has hooks on the matrix of scores, so attn is auto or matrix; give"
+            f" {parameter('model_class', 'TransformersModel')} for attn fused"
+        )
     if not isinstance(name, str | Path):
         raise ModelError(
             f"load_model takes a name or a folder, found a {type(name).__name__}; with its"

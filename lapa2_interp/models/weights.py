@@ -23,6 +23,7 @@ from typing import Any
 from lapa2_interp._util.errors import ModelError, pluralize
 from lapa2_interp._util.files import sha256_of
 from lapa2_interp._util.parsing import parse_json, read_text
+from lapa2_interp._util.values import plain
 
 WEIGHTS = "model.safetensors"
 ADAPTER = "adapter_config.json"
@@ -355,6 +356,23 @@ def check_generation_config(folder: Path) -> None:
         fine = False
     if not fine:
         raise ValueError(f"{file.name} is not a valid JSON file")
+
+
+def listed_ends(generation: Any, name: str) -> tuple[int, ...]:
+    """The end ids of a generation configuration.
+
+    Raises:
+        ModelError: They are no ids.
+    """
+    listed = plain(getattr(generation, "eos_token_id", None))
+    ends = () if listed is None else listed if isinstance(listed, tuple) else (listed,)
+    if not all(type(end) is int for end in ends):
+        raise ModelError(
+            f"generation_config.json of {name}: eos_token_id is {repr(listed)[:80]}; allowed: the"
+            " id of an end token, a list of ids, or null. Mend the file, or set"
+            " generation_config.eos_token_id of the network"
+        )
+    return ends
 
 
 def _deciding_files(folder: Path) -> list[Path]:

@@ -22,6 +22,7 @@ from lapa2_interp.generation.loop import decode_batch
 from lapa2_interp.generation.plan import BatchPlan, plan_batches
 from lapa2_interp.generation.resolve import digests
 from lapa2_interp.methods.registry import find_class
+from lapa2_interp.models.attention_interface import describe_paths
 from lapa2_interp.models.card import Model, model_card
 from lapa2_interp.models.fingerprint import weights_read_once
 from lapa2_interp.models.load import load_model
@@ -55,6 +56,7 @@ def make_batch(
     check_files(plan)
     began = perf_counter()
     made = decode_batch(model, plan, plan.batches[number], progress)
+    model.lapa2_card = model_card(model).model_copy(update={"attn": describe_paths(model)})
     record = BatchRecord(
         **dict(Provenance.of(model, plan)),
         key=plan.cell.key,
