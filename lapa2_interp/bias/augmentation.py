@@ -282,6 +282,7 @@ class Augmentation(BaseModel):
             return self.span[1]
         return None
 
+    @np.errstate(over="ignore")  # `check_bias` refuses an overflow where it would act
     def bias(
         self, l: Real[np.ndarray, "*shape"], n: int | Int[np.ndarray, "*shape"]
     ) -> Float[np.ndarray, "*shape"]:
@@ -300,27 +301,6 @@ class Augmentation(BaseModel):
         Raises:
             AugmentationError: The law reads the scores, so that l does not decide b; see `shift`.
         """
-        with np.errstate(over="ignore"):  # `check_bias` refuses an overflow where it would act
-            return self._bias(l, n)
-
-    def check_bias(self, b: Float[np.ndarray, "*shape"]) -> Float[np.ndarray, "*shape"]:
-        """Return the biases unchanged if all of them are usable.
-
-        Raises:
-            AugmentationError: One is not a number, or exceeds `MAX_BIAS`.
-        """
-        off = ~(np.abs(b) <= MAX_BIAS) & ~((self.law == "cut") & np.isneginf(b))
-        if off.any():
-            raise AugmentationError(
-                f"alpha {self.alpha:g} of law {self.law!r} makes a bias of {b[off].flat[0]:g};"
-                f" allowed: -{MAX_BIAS:g} to {MAX_BIAS:g}, where float32 still tells scores apart."
-                " A bias of 20 gives a span nearly all attention, so choose a smaller alpha"
-            )
-        return b
-
-    def _bias(
-        self, l: Real[np.ndarray, "*shape"], n: int | Int[np.ndarray, "*shape"]
-    ) -> Float[np.ndarray, "*shape"]:
         l = np.asarray(l, dtype=np.float64)
         match self.law:
             case "log":
@@ -342,6 +322,21 @@ class Augmentation(BaseModel):
                     " alone; use shift(log_odds, l, n)"
                 )
         return np.where(l > n, b, 0.0) if self.profile == "released" else np.asarray(b)
+
+    def check_bias(self, b: Float[np.ndarray, "*shape"]) -> Float[np.ndarray, "*shape"]:
+        """Return the biases unchanged if all of them are usable.
+
+        Raises:
+            AugmentationError: One is not a number, or exceeds `MAX_BIAS`.
+        """
+        off = ~(np.abs(b) <= MAX_BIAS) & ~((self.law == "cut") & np.isneginf(b))
+        if off.any():
+            raise AugmentationError(
+                f"alpha {self.alpha:g} of law {self.law!r} makes a bias of {b[off].flat[0]:g};"
+                f" allowed: -{MAX_BIAS:g} to {MAX_BIAS:g}, where float32 still tells scores apart."
+                " A bias of 20 gives a span nearly all attention, so choose a smaller alpha"
+            )
+        return b
 
     def shift(self, log_odds: Any, l: Any, n: Any) -> Any:
         """b at a query, under any law: the change of the log-odds of attention on the span.

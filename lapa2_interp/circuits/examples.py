@@ -281,7 +281,8 @@ def _single_token_ids(
 
 
 def batches(examples: Sequence[ContrastExample], most: int) -> Iterator[list[int]]:
-    """Batches of at most `most` examples of one shape, as positions in their order."""
+    """Groups of at most `most` examples of one shape, which one forward pass may read together;
+    their positions among the examples."""
     order = sorted(range(len(examples)), key=lambda i: examples[i].shape)
     for _, same in groupby(order, key=lambda i: examples[i].shape):
         group = list(same)

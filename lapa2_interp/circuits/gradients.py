@@ -149,7 +149,7 @@ def attribution(
 
     Args:
         model: A TransformerBridge in float32 or float64, with custom hooks if it has any.
-        contrast: As `control_score`.
+        contrast: A `ContrastSet`, or a task by name or value, or one or more examples.
         metric: A name of `METRICS`, or {name: function of `Predictions`} made of operations that
             torch can differentiate.
         augmentation: One or more augmentations that act in every branch. The bias b comes on top,

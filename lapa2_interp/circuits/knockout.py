@@ -47,7 +47,8 @@ from lapa2_interp.models.card import Model
 from lapa2_interp.models.load import accepts_model_name
 
 NULL = "nothing"
-"""Name of the null unit, in which every head's output changes by one rounding step and no more."""
+"""Name and key of the null unit, in which every head's output changes by one rounding step and no
+more (`edits.Edit`, replacement "null"); its effect is the table's noise."""
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -62,6 +63,7 @@ class KnockOut(UnitTable):
         others: The tables by other metrics, from the same passes.
     """
 
+    # Other tables may lack these, or have other units.
     units: tuple[Unit, ...]
     total: Float[np.ndarray, " example"]
     noise: float
@@ -107,7 +109,8 @@ def knock_out(
     """Measure the control that is lost without each unit.
 
     Args:
-        model, contrast: As `control_score`.
+        model: A TransformerBridge, with custom hooks if it has any, or a `TransformersModel`.
+        contrast: A `ContrastSet`, or a task by name or value, or one or more examples.
         over: "layer", "head", "kv", "position", "head x position", or sets of heads by name: pairs,
             or a text such as "3.1,4.0-8".
         units: Chosen units, instead of all of a kind.
@@ -131,7 +134,7 @@ def knock_out(
     # Metrics, units and their edits.
     contrast_set = as_contrast_set(model, contrast)
     chosen = metrics_by_name(metric)
-    first = next(iter(chosen))
+    main = next(iter(chosen))  # the table's metric; the others are its `others`
     more = (("lex",) if contrast_set.words else ()) if other_metrics is None else other_metrics
     if further := [name for name in more if name not in chosen]:
         chosen |= metrics_by_name(further)
@@ -146,7 +149,7 @@ def knock_out(
         NULL: [Edit(all_heads(model), replacement="null")],
         **{unit.key: _edits(unit, replacement, phase) for unit in wanted},
     }
-    names = ["", NULL, *(unit.name for unit in wanted)]
+    names = [CONTROL, NULL, *(unit.name for unit in wanted)]
     if len(set(names)) < len(names):
         twice = next(name for i, name in enumerate(names) if name in names[:i])
         raise CircuitError(f"two units are called {twice!r}; give each another name")
@@ -164,8 +167,8 @@ def knock_out(
     again: list[str] = []
     if CONTROL in store:
         of_units = [unit.key for unit in wanted if unit.key in store]
-        control = store[CONTROL][first]
-        of_units.sort(key=lambda key: -np.abs(control - store[key][first]).max())
+        control = store[CONTROL][main]
+        of_units.sort(key=lambda key: -np.abs(control - store[key][main]).max())
         again = [CONTROL, *list(dict.fromkeys(of_units))[:RECHECKED]]
     keys = [*again, *(key for key in edits if key not in store)]
     todo = [(key, edit) for key in keys for edit in edits[key]]
@@ -211,7 +214,7 @@ def knock_out(
             metric=name,
             augmentation=augmentation,
         )
-    return replace(tables.pop(first), others=tables)
+    return replace(tables.pop(main), others=tables)
 
 
 def _edits(unit: Unit, replacement: str, phase: Phase) -> list[Edit]:

@@ -174,7 +174,7 @@ def head_logit_attribution(
 
     Args:
         model: A TransformerBridge.
-        contrast: As `control_score`.
+        contrast: A `ContrastSet`, or a task by name or value, or one or more examples.
         augmentation: One or more augmentations that act in every branch.
         progress: A bar that counts texts.
 

@@ -160,7 +160,8 @@ def patch(
     Args:
         model: A TransformerBridge, with custom hooks if it has any; for nodes of the prefix also a
             `TransformersModel`.
-        contrast: As `control_score`, of two attributes.
+        contrast: A `ContrastSet`, or a task by name or value, or one or more examples; of two
+            attributes.
         node: One of `NODES`.
         metric: "favour" (lse over the target's words minus lse over the opposite's, of the
             log-probabilities), "log_prob" (of the text's tokens), or a `RunMetric`. By default

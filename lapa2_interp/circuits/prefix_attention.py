@@ -43,7 +43,8 @@ def mean_prefix_attention(
     in all branches.
 
     Args:
-        model, contrast: As `control_score`.
+        model: A TransformerBridge, with custom hooks if it has any, or a `TransformersModel`.
+        contrast: A `ContrastSet`, or a task by name or value, or one or more examples.
         augmentation: One or more augmentations.
 
     Raises:

@@ -21,7 +21,7 @@ from lapa2_interp.circuits.contrast_set import ContrastSet
 from lapa2_interp.models.card import Model, weights_dtype
 
 CONTROL = ""
-"""Key of the control itself in a file of units."""
+"""Key, and name, of the control itself in a file of units: nothing is knocked out."""
 CONTROL_SHARE = 1e-2
 """The share of the control by which a stored control may differ from the one of now."""
 RECHECKED = 2

@@ -2,7 +2,7 @@
 
 A cell is refused here if it cannot run and no weights are needed to know that: only a tokenizer,
 the model's size and the cards of soft prefixes. A sweep does this before it begins (`runs.checks`),
-`plan` before and after the method has prepared for its prompts.
+`plan.plan_batches` before and after the method has prepared for its prompts.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ class Arrangement:
     @property
     def longest(self) -> tuple[int, ...]:
         """Keys of the longest branch, by prompt; of a chat those before its last answer."""
-        rows_of_prompts = zip(*self.layouts, strict=True)
+        by_prompt = zip(*self.layouts, strict=True)
         return tuple(
-            max(map(len, rows)) + later
-            for rows, later in zip(rows_of_prompts, self.later_keys, strict=True)
+            max(map(len, branches)) + later
+            for branches, later in zip(by_prompt, self.later_keys, strict=True)
         )
 
 
@@ -98,7 +98,7 @@ def arrange(
         raise LayoutError("a chat's template writes its first token; leave doubled_bos out")
     if cell.keeps_turns:
         _check_kept_turns(cell)
-    rows, later_keys = [], [0] * len(cell.prompts)
+    layouts, later_keys = [], [0] * len(cell.prompts)
     for branch, augmentation in zip(branches, augmentations, strict=True):
         reached: list[tuple[Augmentation, list[LayerType]]] = []
         for active in active_augmentations(augmentation):
@@ -131,9 +131,9 @@ def arrange(
                 for kind in kinds:  # refused beyond a window
                     branch_layout.acts(active, np.array([keys + new - 2]), kind)
             of_branch.append(branch_layout)
-        rows.append(tuple(of_branch))
+        layouts.append(tuple(of_branch))
     for prompt, new, later, of_prompt in zip(
-        cell.prompts, steps, later_keys, zip(*rows, strict=True), strict=True
+        cell.prompts, steps, later_keys, zip(*layouts, strict=True), strict=True
     ):
         if not open_texts:
             read = method.reads_prompt
@@ -145,9 +145,9 @@ def arrange(
             check_rotary_side(size.short_ctx, min(firsts), last, what)
     streams = cell.prompts
     if branches[0].chat is not None:
-        streams = tuple(map(chat_stream, rows[0]))
+        streams = tuple(map(chat_stream, layouts[0]))
     return Arrangement(
-        augmentations, tuple(rows), tuple(steps), tuple(counts), streams, tuple(later_keys)
+        augmentations, tuple(layouts), tuple(steps), tuple(counts), streams, tuple(later_keys)
     )
 
 

@@ -17,6 +17,11 @@ TABLES = ("method", "parameters", "augmentation")
 """Settings that may be a table with lists in it."""
 
 
+def as_axis(value: Any) -> list[Any]:
+    """The values of a setting: those of a list, or the only one."""
+    return value if isinstance(value, list) else [value]
+
+
 def product(fields: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """Points of a block, of which each field is a value or a list of values, and each part of a
     table (`axes_of_table`), too."""
@@ -60,7 +65,7 @@ def axes_of_table(name: str, value: Any) -> dict[str, list[Any]]:
 
 def _values(name: str, value: Any) -> Iterator[Any]:
     """The values of a setting of a block."""
-    for one in value if isinstance(value, list) else [value]:
+    for one in as_axis(value):
         if name in TABLES and isinstance(one, Mapping):
             yield from _combinations(axes_of_table(name, one))
         else:

@@ -12,7 +12,7 @@ The formulas are in `methods.freectrl`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
@@ -22,16 +22,14 @@ from torch import Tensor
 from tqdm import tqdm
 
 from lapa2_interp._util.progress import hidden_bar
-from lapa2_interp.attention.cache import RecomputedRows, Rows
+from lapa2_interp.attention.cache import RecomputedRows
 from lapa2_interp.attention.neurons import set_neurons
 from lapa2_interp.attention.trace import concat_traces, join_traces
 from lapa2_interp.bias.layout import Layout
-from lapa2_interp.generation.plan import Batch, BatchPlan, DecodedBatch, rows_in_memory
+from lapa2_interp.generation.plan import BatchPlan, DecodedBatch, DecodeLoop, rows_in_memory
 from lapa2_interp.methods.freectrl import ControlCentre, FreeCtrl, TextMonitor
 from lapa2_interp.models.card import Model, is_bridge
 from lapa2_interp.prefixes.soft_prefix import SoftPrefix
-
-DecodeLoop = Callable[[Model, BatchPlan, Batch, tqdm, Rows | None], DecodedBatch]
 
 
 class ControlledRows:

@@ -2,8 +2,10 @@
 
 Python, a grid file and the command line share their names.
 
-`CellSettings` is the one declaration of names, types, defaults, bounds and help. `resolve.cells_of`
-turns it into cells. This module loads no torch: the command line's help reads it.
+`CellSettings` declares names, types, defaults, bounds and help. The options of `lapa2 generate` are
+made from it; the signature of `runs.generate.generate` repeats it for readers, and a test compares
+the two. `resolve.cells_of` turns settings into cells. This module loads no torch: the command
+line's help reads it.
 """
 
 from __future__ import annotations

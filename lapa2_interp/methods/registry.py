@@ -143,9 +143,9 @@ def get(name: str, **parameters: Any) -> Method:
 
 
 @cache
-def _fields_of(kind: type[Method]) -> tuple[dict[str, Any], Any]:
+def _fields_of(method_class: type[Method]) -> tuple[dict[str, Any], Any]:
     """The types of a method's parameters, and what makes a method of parameters."""
-    return get_type_hints(kind, include_extras=True), TypeAdapter(kind)
+    return get_type_hints(method_class, include_extras=True), TypeAdapter(method_class)
 
 
 def get_for_task(name: str, task: Task, **parameters: Any) -> Method:

@@ -32,6 +32,7 @@ class ScorerOptions:
     task: Task | str | None = None
     """A built-in task by name, or a task itself."""
     labels: Mapping[str, str] = field(default_factory=dict)
+    """Names for the labels of a classifier of one's own."""
     judge_url: str | None = None
     judge_prices: tuple[float, float] | None = None
     judge_temperature: float | None = 0.0
@@ -39,6 +40,7 @@ class ScorerOptions:
     dtype: str = "float32"
     device: str | None = None
     generator: str | None = None
+    """The weights that wrote the texts, by which a perplexity says that it is the writer's own."""
     trust_remote_code: bool = False
 
 

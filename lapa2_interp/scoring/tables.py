@@ -16,7 +16,7 @@ import numpy as np
 import pandas as pd
 
 from lapa2_interp._util.errors import ScoringError, parameter
-from lapa2_interp._util.table_formats import format_interval
+from lapa2_interp._util.table_formats import interval_cells
 from lapa2_interp.scoring.distinct import ORDERS, distinct_table
 from lapa2_interp.scoring.scorer import (
     ScoreCache,
@@ -313,8 +313,7 @@ def format_scores(table: pd.DataFrame, differences: pd.DataFrame) -> pd.DataFram
             part = source[(source["metric"] == metric) & (source["scorer"] == scorer)]
             if not len(part) or not set(keys) <= set(part):
                 continue
-            numbers = part[[number, "low", "high"]].to_numpy(float)
-            shown = [_format_number(mean, low, high, sign) for mean, low, high in numbers]
+            shown = interval_cells(part, f"{sign}.3g", (number, "low", "high"))
             cells = part[keys].assign(**{title: shown})
             shown_table = shown_table.merge(cells, **joined)
     return shown_table.fillna("")
@@ -382,10 +381,6 @@ def varying_columns(table: pd.DataFrame) -> list[str]:
         for key in there
         if table[key].nunique(dropna=False) > 1 or (key == "arm" and (table[key] != "").any())
     ]
-
-
-def _format_number(mean: float, low: float, high: float, sign: str) -> str:
-    return "no number" if np.isnan(mean) else format_interval(mean, low, high, f"{sign}.3g")
 
 
 def _clusters(table: pd.DataFrame) -> np.ndarray:

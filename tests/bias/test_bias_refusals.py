@@ -405,12 +405,12 @@ def test_what_the_tokenizer_of_gpt2_refuses(gpt2_tokenizer, texts, asked, messag
         Layout.of(gpt2_tokenizer, *texts, **asked)
 
 
-def test_soft_slots_below_0(gpt2_tokenizer):
-    with pytest.raises(Lapa2Error, match="soft: input should be greater than or equal to 0"):
-        Layout.of(gpt2_tokenizer, None, "The lake", soft=-1)
-
-
 def test_a_span_outside_the_sequence(gpt2_tokenizer):
     layout = Layout.of(gpt2_tokenizer, "Very positive:", "The lake")
     with pytest.raises(LayoutError, match=r"span \[2, 9\) lies outside the sequence of 6 keys"):
         layout.spans(((2, 9),))
+
+
+def test_soft_slots_below_zero(gpt2_tokenizer):
+    with pytest.raises(Lapa2Error, match="soft: .* or equal to 0, found -1"):
+        Layout.of(gpt2_tokenizer, None, "The lake", soft=-1)
