@@ -1,5 +1,6 @@
-"""The augmentation of forward passes: through TransformerLens hook points, or in a plain
-transformers model through its attention interface.
+"""The augmentation of forward passes, through hook points or an attention interface.
+
+A TransformerLens model has hook points, a plain transformers model the interface.
 
     with augmented(model, Augmentation(alpha=0.5), Layout.of(model.tokenizer, "Very positive:", "The lake")):
         logits = model(tokens)

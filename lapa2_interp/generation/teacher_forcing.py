@@ -19,7 +19,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from lapa2_interp._util.errors import LayoutError, TraceError
-from lapa2_interp._util.values import numbers_checked
+from lapa2_interp._util.values import Count, numbers_checked
 from lapa2_interp.attention.cache import check_tokens, new_rows
 from lapa2_interp.attention.hooked import augmented
 from lapa2_interp.attention.recorder import Recorder
@@ -65,7 +65,7 @@ def teacher_forced(
     trace: TraceKind = "full",
     branch: str = "target",
     patterns: str | Sequence[tuple[int, int]] = (),
-    chunk: int | None = None,
+    chunk: Count | None = None,
     progress: tqdm | None = None,
 ) -> xr.Dataset:
     """The trace of texts that are given, row by row, after their prefixes and prompts.
@@ -135,8 +135,6 @@ def teacher_forced(
             " give one a text"
         )
     pairs = head_pairs("patterns", patterns, TraceError)
-    if chunk is not None and chunk < 1:
-        raise TraceError(f"chunk must be at least 1, found {chunk}")
     # Every text must fit the context.
     short = model_short_context(model)
     for number, (row_layout, row) in enumerate(zip(row_layouts, rows, strict=True)):
