@@ -139,6 +139,7 @@ def decided_path(model: Model, n_queries: int, n_keys: int) -> Iterator[bool]:
     before, device = model.attn, torch.device(model.cfg.device).type
     fused = n_queries > 1 and path_of_pass(before, n_queries, n_keys, device) == FUSED
     try:
+        model.paths.clear()
         model.attn = "fused" if fused else "matrix"
         yield fused
     finally:
