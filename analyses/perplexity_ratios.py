@@ -78,8 +78,11 @@ def of_same_prompts() -> pd.DataFrame:
     )[COLUMNS]
 
 
-if __name__ == "__main__":
+def ratios() -> pd.DataFrame:
     parts = [*map(of_whole_texts, TABLES), *map(of_second_opinion, ("sentiment", "topic"))]
-    ratios = pd.concat([*parts, of_same_prompts()], ignore_index=True)
-    write_text(FIGURES / "perplexity.csv", as_csv(ratios))
-    print(ratios.to_string())
+    return pd.concat([*parts, of_same_prompts()], ignore_index=True)
+
+
+if __name__ == "__main__":
+    write_text(FIGURES / "perplexity.csv", as_csv(ratios()))
+    print(ratios().to_string())

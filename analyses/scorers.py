@@ -19,14 +19,20 @@ from lapa2_interp.scoring.task_scorer import SHIPPED_WEIGHTS
 
 OUT = Path(__file__).resolve().parent.parent / "figures" / "scorers.csv"
 
-if __name__ == "__main__":
-    rows = [
-        {"task": card.stem.removesuffix("-adapter"),
-         "scorer": "adapter" if card.stem.endswith("-adapter") else "linear",
-         **{name: value for name, value in held_out.items() if name != "length"}}
+
+def cards() -> pd.DataFrame:
+    return pd.DataFrame(
+        {
+            "task": card.stem.removesuffix("-adapter"),
+            "scorer": "adapter" if card.stem.endswith("-adapter") else "linear",
+            **{name: value for name, value in held_out.items() if name != "length"},
+        }
         for card in sorted(SHIPPED_WEIGHTS.glob("*.json"))
         for held_out in json.loads(card.read_text("utf-8"))["held_out"]
         if held_out["length"] == "all"
-    ]  # fmt: skip
-    write_text(OUT, as_csv(pd.DataFrame(rows)))
-    print(pd.DataFrame(rows).to_string())
+    )
+
+
+if __name__ == "__main__":
+    write_text(OUT, as_csv(cards()))
+    print(cards().to_string())

@@ -23,8 +23,9 @@ NO_BIAS = r"than (?:none|0):|LaPA2 (?:raises|lowers)"
 SIDES = ("as in the paper", "against the paper")
 
 
-def agreement(verdicts: pd.DataFrame) -> pd.DataFrame:
+def agreement() -> pd.DataFrame:
     """The columns above, from verdicts.csv."""
+    verdicts = pd.read_csv(FIGURES / "quick/tables/verdicts.csv")
     rows = verdicts[(verdicts["whose"] == "paper") & verdicts["second_verdict"].notna()]
     rows = rows[~(rows["compared"].notna() & rows["compared"].duplicated())]
     differs = {
@@ -39,6 +40,5 @@ def agreement(verdicts: pd.DataFrame) -> pd.DataFrame:
 
 
 if __name__ == "__main__":
-    table = agreement(pd.read_csv(FIGURES / "quick/tables/verdicts.csv"))
-    write_text(FIGURES / "second_scorer.csv", as_csv(table))
-    print((table == "yes").sum())
+    write_text(FIGURES / "second_scorer.csv", as_csv(agreement()))
+    print((agreement() == "yes").sum())

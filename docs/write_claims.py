@@ -38,8 +38,8 @@ STATUS = {
 }
 """Verdicts of cases, and the status that a claim has by the first of them."""
 COLUMNS = [
-    "about", "claim", "paper", "found", "setting", "here", "status", "cases", *STATUS, "lowest",
-    "highest", "level",
+    "about", "claim", "paper", "found", "model", "setting", "here", "status", "scorer", "cases",
+    *STATUS, "lowest", "highest", "level",
 ]  # fmt: skip
 NAMED = 3
 """A claim of at most this many cases names each with its number; one of more has counts."""
@@ -120,39 +120,43 @@ def summary(cases: list[Row], claim: Claim, words: Numbers) -> str:
     """What was found: each case with its number, or the span of numbers and counts of verdicts."""
     verdicts = [case["verdict"] for case in cases]
     if len(cases) > NAMED:
-        counts = [f"{verdicts.count(name)} {name}" for name in STATUS if name in verdicts]
+        counts = [f"{verdicts.count(n)} {word}" for n, word in STATUS.items() if n in verdicts]
         return f"{number([case['here'] for case in cases], claim)}: {', '.join(counts)}"
+    differing = [
+        column for column in ("method", "task") if len({case.get(column) for case in cases}) > 1
+    ]
     parts = []
     for case in cases:
-        names = [case["name"]] if case["name"] else [
-            words.word(column, case.get(column, "")) for column in ("method", "task")
-        ]  # fmt: skip
+        names = [words.word(column, case.get(column, "")) for column in differing or ["method"]]
+        name = case["name"] or ", ".join(filter(None, names))
         ends = [case.get("low", ""), case.get("high", "")]
         interval = [rounded(float(end), claim.get("digits", 1)) for end in ends if end]
         parts.append(
-            ": ".join(filter(None, [", ".join(filter(None, names)), number([case["here"]], claim)]))
+            (f"{name}: " if name else "")
+            + number([case["here"]], claim)
             + (f" [{', '.join(interval)}]" if interval else "")
         )
     return "; ".join(parts)
 
 
-def setting(cases: list[Row], claim: Claim, asked: Claim) -> str:
-    """Model, tokens of the texts, kinds of prefix, and what else differs from the paper."""
+def setting(cases: list[Row], claim: Claim, asked: Claim, words: Numbers) -> str:
+    """Model, if another than that of most claims, tasks, tokens of the texts, kinds of prefix, and
+    what else differs from the paper."""
     lengths = dict.fromkeys(case["length"] for case in cases if case["length"])
+    tasks = dict.fromkeys(words.word("task", case.get("task", "")) for case in cases)
     names = {f"{case.get('method')}, {case.get('task')}" for case in cases}
     kinds = sorted({asked["prefixes"][name] for name in names if name in asked["prefixes"]})
-    scorers = dict.fromkeys(re.findall(r"(?:accuracy|toxicity) \((\w+)", str(cases)))
     later = [case["later"] for case in cases if case.get("later")]
     share = "" if len(later) == len(cases) else f"{len(later)} of {len(cases)} "
     parts = [
-        claim.get("model", asked["model"]),
+        claim.get("model", ""),
+        ", ".join(filter(None, tasks)),
         f"{' or '.join(lengths)} tokens" if lengths else "",
-        f"{' and '.join(kinds)} prefixes" if kinds else "",
+        f"{', '.join(kinds)} prefixes" if kinds else "",
         claim.get("note", ""),
-        f"by {' and '.join(scorers)}" if scorers else "",
         f"{share}on {' and '.join(dict.fromkeys(later))}" if later else "",
     ]
-    return ", ".join(filter(None, parts)) if cases else ""
+    return "; ".join(filter(None, parts)) if cases else ""
 
 
 def claims(text: str, words: Numbers, root: Path = ROOT) -> list[dict[str, Any]]:
@@ -169,8 +173,9 @@ def claims(text: str, words: Numbers, root: Path = ROOT) -> list[dict[str, Any]]
         if not claim.get("tested", True):
             status = f"not tested (means: {status})"
         result = summary(cases, claim, words) if cases else ""
-        context = setting(cases, claim, asked)
+        context = setting(cases, claim, asked, words)
         values = [float(case["here"]) for case in cases]
+        scorers = dict.fromkeys(re.findall(r"(?:accuracy|toxicity) \((\w+)", str(cases)))
         paper = number([case.get("paper", "") for case in cases], claim)
         name, source = claim["claim"], ": ".join(filter(None, [claim["source"], paper]))
         row = {
@@ -178,9 +183,11 @@ def claims(text: str, words: Numbers, root: Path = ROOT) -> list[dict[str, Any]]
             "claim": name,
             "paper": f"{name[:-1]}; {source})" if name.endswith(")") else f"{name} ({source})",
             "found": result,
+            "model": claim.get("model", asked["model"]) if cases else "",
             "setting": context,
             "here": f"{result} ({context})" if context else result,
             "status": status,
+            "scorer": ", ".join(scorers),
             "cases": len(cases),
             "lowest": min(values, default=""),
             "highest": max(values, default=""),

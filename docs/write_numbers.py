@@ -53,7 +53,10 @@ def table_of(file: Path) -> list[Row]:
     if not file.is_file():
         raise NumberError(f"no file {file}")
     with file.open(encoding="utf-8", newline="") as opened:
-        return list(csv.DictReader(opened))
+        rows = list(csv.DictReader(opened))
+    if not rows:
+        raise NumberError(f"{file} has no rows")
+    return rows
 
 
 def fits(value: str, wanted: Any) -> bool:
@@ -126,10 +129,10 @@ class Numbers:
     def rows(self, settings: Settings, where: Settings) -> list[Row]:
         """Rows of a source that fit a filter; those equal in its column `distinct` count once."""
         rows = table_of(self.root / settings["file"])
-        wanted = {*where, settings["value"], *settings["interval"]}
+        columns = [settings["value"], *settings["interval"]]
         if settings["count"]:
-            wanted = {*where, settings["distinct"] or next(iter(rows[0]))}
-        if unknown := wanted - set(rows[0]):
+            columns = [settings["distinct"]] if settings["distinct"] else []
+        if unknown := {*where, *columns} - set(rows[0]):
             raise NumberError(f"{settings['file']} has no column {sorted(unknown)}")
         rows = [row for row in rows if all(fits(row[name], where[name]) for name in where)]
         if name := settings["distinct"]:
@@ -176,24 +179,23 @@ class Numbers:
 
     def label(self, identity: str, column: str | None = None) -> str:
         """The words of a row, or of the value in one of its columns; `value` stands for the name of
-        the column that the number is from."""
+        the column that the number is from, `file` for that of its file."""
         settings = self.settings(identity)
         template = settings["label"] if column is None else f"{{{column}}}"
         row = {**settings["where"]} if settings["count"] else self.row(settings)
         try:
             words = {name: self.word(name, str(value)) for name, value in row.items()}
             words["value"] = self.word("columns", settings["value"])
+            words["file"] = self.word("file", settings["file"])
             return str(template.format_map(words))
         except KeyError as error:
             raise NumberError(f"{settings['file']} has no column {error}") from error
 
     @cached_property
     def labels(self) -> set[str]:
-        """Everything that a label of a text may be."""
-        words = {word for of_column in self.words.values() for word in of_column.values()}
+        """Every label of an estimate."""
         estimates = [name for name, own in self.ids.items() if own["label"] and not own["count"]]
-        labels = {self.label(identity) for identity in estimates}
-        return (words | labels) - {""}
+        return {self.label(identity) for identity in estimates}
 
     def lines(self, head: str) -> str:
         """A list of statements, label and number of each id; `source.*` are all of a source.
@@ -283,7 +285,9 @@ class Numbers:
                 raise NumberError(f"no number before {mark[0]}; it is {number}")
             return text[: match.start()] + number
         label = self.label(mark["id"], mark["column"])
-        endings = [words for words in self.labels | {label} if ends_with(text, words)]
+        column = mark["column"]
+        known = set(self.words.get(column, {}).values()) - {""} if column else self.labels
+        endings = [words for words in known | {label} if ends_with(text, words)]
         if not endings:
             raise NumberError(f"no label before {mark[0]}; it is {label!r}")
         there = max(endings, key=len)

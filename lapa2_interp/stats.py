@@ -180,8 +180,8 @@ def student_quantile(level: float, df: int) -> float:
 def tails(clusters: int) -> tuple[float, float]:
     """The percentiles of a 95 % interval from resampling `clusters` clusters.
 
-    They are 2.5 and 97.5, moved outwards because Student's t is wider than the normal and because
-    resampled means vary too little (Hesterberg 2015).
+    These percentiles are 2.5 and 97.5, moved outwards because Student's t is wider than the normal
+    and because resampled means vary too little (Hesterberg 2015).
     """
     from scipy.stats import norm
 
@@ -196,9 +196,9 @@ def resampled_p(
     """Two-sided p of "the true value is 0", from the values that resampling n
     clusters gave.
 
-    It is below 0.05 where the 95 % interval of `tails` excludes 0. The share of values on the rarer
-    side of 0, with one more counted on it, is moved as `tails` moves percentiles; so p is never 0.
-    NaN values are left out; p is NaN where nothing else is there.
+    The p is below 0.05 where the 95 % interval of `tails` excludes 0. The share of values on the
+    rarer side of 0, with one more counted on it, is moved as `tails` moves percentiles; so p is
+    never 0. NaN values are left out; p is NaN where nothing else is there.
     """
     from scipy.stats import norm, t
 
@@ -213,8 +213,8 @@ def holm(p: Sequence[float] | np.ndarray) -> Float[np.ndarray, " test"]:
     """Holm's p-values of one family of tests: below 0.05 none of them errs in 95 % of families.
 
     Args:
-        p: One p per test, in [0, 1]. NaN is a test that could not be made: it counts as 1, so that
-            the others are corrected for it too, and stays NaN.
+        p: One p per test, in [0, 1]. NaN is a test that could not be made: such a test counts as 1,
+            so that the others are corrected for it too, and stays NaN.
     """
     raw = np.asarray(p, dtype=np.float64)
     known = np.where(np.isnan(raw), 1.0, raw)

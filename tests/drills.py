@@ -39,6 +39,7 @@ LINES = {
     "propositions": "propositions --model tiny-gpt2 --length 40 --synthetic-length 400 --device cpu --out {out}",
     "circuits": "circuits planted --tokens 2 --best 1 --device cpu --out {out}",
     "select": "select planted --score cut --heads 2 --tokens 2 --device cpu --file {out}-kept --out {out}.json",
+    "steer": "steer planted --prompts {home}/prompts.txt --method prefix --length 12 --workers 1 --device cpu --out {out}",
     "fading": "fading planted --filler 8 --tokens 2 --device cpu --file {out}-kept --out {out}",
     "prefix train": "prefix train --model tiny-llama --data {home}/reviews.jsonl --set dtype=float32 --set slots=2 --set batch=4 "
     "--set max_tokens=8 --set check_every=4 --set limit=8 --device cpu --out {out}",
@@ -62,7 +63,7 @@ LINES = {
     "scorers list": "scorers list",
     "scorers train": "scorers train --task sentiment --data {home}/reviews.jsonl --out {out}",
     "scorers sheets": "scorers sheets {home}/run --n-texts 2 --out {out}",
-    "scorers answers": "scorers answers {home}/sheets/key.csv {home}/anna.csv --out {out}",
+    "scorers answers": "scorers answers {home}/anna.csv --key {home}/sheets/key.csv --out {out}",
     "power": "power quick/alpha --claims {home}/claims --out {out}.csv",
     "chat": "chat {home}/messages.json --model tiny-gpt2 --length 3 --device cpu",
 }
@@ -245,6 +246,8 @@ def furnish(folder):
     soft_set(folder / "set", load("tiny-llama"), load_task("sentiment"))
     (folder / "claims").mkdir()
     shutil.copy(ROOT / "figures/quick/tables/alpha.claims.csv", folder / "claims")
+    prompts = [f"The {number}th of the\n" for number in range(32)]
+    (folder / "prompts.txt").write_text("".join(prompts))
     (folder / "messages.json").write_text('[{"role": "user", "content": "Hello"}]')
     sheets = f"scorers sheets {folder}/run --n-texts 2 --out {folder}/sheets"
     done(sheets, folder / "log")

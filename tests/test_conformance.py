@@ -12,7 +12,7 @@ import functools
 import io
 import tempfile
 from collections.abc import Callable
-from contextlib import redirect_stderr
+from contextlib import contextmanager, redirect_stderr
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -667,6 +667,62 @@ def the_bias_is_that_of_a_float_mask(subject: Subject) -> Compared:
     logits = net(ids, attention_mask=mask[None, None], position_ids=torch.arange(n)[None]).logits
     # Some of these models compute their own softmax in float32.
     return Compared(subject.alone[0], logits[0, -STEPS:], max(1e-5, subject.atol))
+
+
+MATRIX_NOTES = {
+    "Gemma 2": "its scores have a cap",
+    "VaultGemma": "its scores have a cap",
+}
+"""By family, why layers form the matrix in a pass that should go without."""
+
+
+@contextmanager
+def path(model: Any, attn: str):
+    """The path of passes of several queries."""
+    before, model.attn = model.attn, attn
+    try:
+        yield
+    finally:
+        model.attn = before
+
+
+@law(lambda case: case.kind == PLAIN and is_exact(case))
+@torch.no_grad()
+def fused_is_the_matrix(subject: Subject) -> Compared:
+    """One pass without the matrix of scores: logits, and the trace; of rows alone, and of padded
+    rows, whose prompts are read before."""
+    case, model, traces = subject.case, subject.model, {}
+    for attn in ("matrix", "fused"):
+        recorder = subject.recorder()
+        with path(model, attn):
+            subject.one_pass(0, subject.rule, recorder)
+            traces[attn] = [recorder.dataset(subject.layouts[:1], ("target",), [STEPS])]
+            if case.rule != POOLED:
+                forced = teacher_forced(
+                    model, subject.layouts, TOKENS, subject.rule, prefixes=subject.prefixes
+                )
+                traces[attn].append(forced)
+    for fused, matrix in zip(traces["fused"], traces["matrix"], strict=True):
+        np.testing.assert_allclose(sums_of(fused), sums_of(matrix), atol=subject.trace_atol, rtol=0)
+    # Logits of each row alone, and in a batch.
+    padded = left_pad(subject.layouts)
+    with path(model, "fused"):
+        with augmented(model, subject.rule, subject.layouts[0]) as paths:
+            if case.texts != "soft":
+                model(subject.ids(0))
+                note = MATRIX_NOTES.get(case.model, "fused")
+                assert {*paths.values()} == {note}, "no layer forms the matrix without a word"
+        computed = [subject.one_pass(row, subject.rule) for row in (0, 1)]
+        if case.rule != POOLED:
+            state = new_rows(model)
+            with augmented(model, subject.rule, padded):
+                prompts = state.prompt_pass(padded, subject.prefixes)[:, -1:]
+                state.expand(torch.arange(2), capacity=len(padded[0]) + STEPS - 1)
+                texts = state.read_tokens(TOKENS[:, :-1], keep=STEPS - 1)
+            computed += [*torch.cat([prompts, texts], dim=1)]
+    wanted = torch.cat([subject.alone] * (len(computed) // 2))
+    exact = FAMILIES[case.model].atol if case.model in FAMILIES else 1e-9
+    return Compared(torch.stack(computed), wanted, 1e-10 if exact == 1e-9 else exact)
 
 
 STATIC_NOTES = {

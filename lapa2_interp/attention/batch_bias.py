@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import combinations
 from typing import Any
 
@@ -30,6 +31,7 @@ from lapa2_interp._util.errors import AugmentationError, LayoutError
 from lapa2_interp.bias.augmentation import BIAS_CAP, Augmentation, steps_overlap
 from lapa2_interp.bias.layer_types import FULL_ATTENTION, NO_ATTENTION, LayerType, distinct_types
 from lapa2_interp.bias.layout import Layout
+from lapa2_interp.models.span_attention import SpanScores
 
 CapCallback = Callable[[int, Tensor, int], None]
 """Called with a layer, the mask of biases that were cut at +-BIAS_CAP [row head query], and the
@@ -152,12 +154,13 @@ class _PassTerm:
     heads: Bool[Tensor, "layer row head"]
 
     def of_heads(
-        self, layer: int, b: Float[Tensor, "row #head query key"]
-    ) -> Float[Tensor, "row #head query key"]:
+        self, layer: int, b: Float[Tensor, "row #head query *key"]
+    ) -> Float[Tensor, "row #head query *key"]:
         """A bias in the term's heads of a layer, and 0 in all others."""
         if self.term.every_head:
             return b
-        return torch.where(self.heads[layer][:, :, None, None], b, 0.0)
+        heads = self.heads[layer].view(len(b), -1, *[1] * (b.ndim - 2))
+        return torch.where(heads, b, 0.0)
 
     def to_device(self, device: torch.device) -> _PassTerm:
         """A copy on another device: a model may span several."""
@@ -175,7 +178,14 @@ class _PassTerm:
 class _LengthPassTerm(_PassTerm):
     """Its bias `b` depends on the length, and is that of all its heads."""
 
-    b: Float[Tensor, "row 1 query key"]
+    b: Float[Tensor, "row 1 query"]
+    b_keys: Float[Tensor, "row 1 query key"] | None = None
+
+    def on_keys(self, n_keys: int) -> Float[Tensor, "row 1 query key"]:
+        """`b` on the term's keys, made once for the layers of a pass."""
+        if self.b_keys is None:
+            self.b_keys = _on_keys(self.keys, self.b, n_keys)
+        return self.b_keys
 
 
 @dataclass
@@ -342,12 +352,13 @@ class BatchBias:
             for augmentation, layout in self.query_phase_rules
         )
 
-    def _terms(self, layer_type: LayerType, scores: Tensor) -> list[_PassTerm]:
+    def _terms(
+        self, layer_type: LayerType, device: torch.device, wide: torch.dtype
+    ) -> list[_PassTerm]:
         """The terms of this pass in layers of one type, without those that add nothing."""
         if layer_type not in self.terms:
             queries, copies = self.current_pass
-            slots, device = np.array(queries), scores.device
-            wide = torch.promote_types(scores.dtype, torch.float32)
+            slots = np.array(queries)
 
             def copy_rows(
                 values: np.ndarray, axis: int = 0, dtype: torch.dtype = torch.bool
@@ -362,8 +373,7 @@ class BatchBias:
                 if b.any():
                     keys, heads = copy_rows(term.keys), copy_rows(term.heads, 1)
                     b_rows = copy_rows(b, dtype=wide)[:, None]  # row 1 query
-                    b_keys = _on_keys(keys, b_rows, scores.shape[3])
-                    terms.append(_LengthPassTerm(term, keys, heads, b_keys))
+                    terms.append(_LengthPassTerm(term, keys, heads, b_rows))
             for term in self.score_terms:
                 acts = term.acting_queries(slots, layer_type)
                 if acts.any():
@@ -386,33 +396,20 @@ class BatchBias:
         Raises:
             LayoutError: The pass has other rows than the layouts.
         """
-        n_rows, _, n_queries, _ = scores.shape
-        copies, left = divmod(n_rows, self.n_rows)
-        if n_rows != self.n_rows and self.n_rows > 1 and (left or not self.may_repeat):
-            raise LayoutError(
-                f"the forward pass has {n_rows} rows, but {self.n_rows} layouts were given; give"
-                " one each"
-            )
-        # The terms that act in this layer and pass.
-        queries = range(first, first + n_queries)
-        if self.current_pass != (queries, copies):
-            self.current_pass, self.terms = (queries, copies), {}
-        terms = [
-            term.to_device(scores.device)
-            for term in self._terms(self.layer_types[layer], scores)
-            if layer in term.term.layers
-        ]
+        wide = torch.promote_types(scores.dtype, torch.float32)
+        queries = range(first, first + scores.shape[2])
+        terms = self._acting_terms(layer, len(scores), queries, scores.device, wide)
         if not terms:
             return scores
         # Add the biases that depend on the length (Algorithm 1, lines 7 and 15), then those that
         # depend on the scores.
-        scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
+        scores = scores.to(wide)
         for term in terms:
             if isinstance(term, _LengthPassTerm):
-                scores = scores + term.of_heads(layer, term.b)
+                scores = scores + term.of_heads(layer, term.on_keys(scores.shape[3]))
         score_terms = [term for term in terms if isinstance(term, _ScorePassTerm)]
         if score_terms:
-            b = self._score_biases(scores, score_terms, layer)
+            b = self._score_biases(partial(_log_sum, scores), len(scores), score_terms, layer)
             if self.capped is not None:
                 self.capped(layer, (b.abs() >= BIAS_CAP).any(0), first)
             for term, b_term in zip(score_terms, b, strict=True):
@@ -420,25 +417,80 @@ class BatchBias:
                 scores = scores + term.of_heads(layer, b_keys)
         return scores
 
+    def add_to_spans(self, layer: int, scores: SpanScores) -> None:
+        """`add`, to scores that are never formed.
+
+        Raises:
+            LayoutError: As `add`.
+        """
+        queries = range(scores.first, scores.n_keys)
+        device = scores.query.device
+        terms = self._acting_terms(layer, len(scores), queries, device, scores.wide)
+        for term in terms:
+            if isinstance(term, _LengthPassTerm):
+                scores.add(term.keys, term.of_heads(layer, term.b))
+        score_terms = [term for term in terms if isinstance(term, _ScorePassTerm)]
+        if not score_terms:
+            return
+        # Sums are needed from the first query at which a law acts; a pooled law reads all queries.
+        acting = torch.stack([term.acts.any(0) for term in score_terms]).any(0)
+        pooled = any(rule.pooled for term in score_terms for rule in term.term.rows_by_rule)
+        start = 0 if pooled else int(acting.nonzero()[0])
+        log_sum = partial(scores.log_sum, start=start)
+        b = self._score_biases(log_sum, len(scores), score_terms, layer, start)
+        b = pad(b, (start, 0))
+        if self.capped is not None:
+            self.capped(layer, (b.abs() >= BIAS_CAP).any(0), scores.first)
+        for term, b_term in zip(score_terms, b, strict=True):
+            scores.add(term.keys, term.of_heads(layer, b_term))
+
+    def _acting_terms(
+        self, layer: int, n_rows: int, queries: range, device: torch.device, wide: torch.dtype
+    ) -> list[_PassTerm]:
+        """The terms that act in a layer at the queries of a pass.
+
+        Raises:
+            LayoutError: The pass has other rows than the layouts.
+        """
+        copies, left = divmod(n_rows, self.n_rows)
+        if n_rows != self.n_rows and self.n_rows > 1 and (left or not self.may_repeat):
+            raise LayoutError(
+                f"the forward pass has {n_rows} rows, but {self.n_rows} layouts were given; give"
+                " one each"
+            )
+        if self.current_pass != (queries, copies):
+            self.current_pass, self.terms = (queries, copies), {}
+        return [
+            term.to_device(device)
+            for term in self._terms(self.layer_types[layer], device, wide)
+            if layer in term.term.layers
+        ]
+
     def _score_biases(
         self,
-        scores: Float[Tensor, "row head query key"],
+        log_sum: Callable[..., Float[Tensor, "row head query"]],
+        n_rows: int,
         terms: Sequence[_ScorePassTerm],
         layer: int,
+        start: int = 0,
     ) -> Float[Tensor, "term row head query"]:
-        """The biases of the laws that read the scores."""
+        """The biases of the laws that read the scores, at the queries from `start` on.
+
+        Args:
+            log_sum: log of the sum over keys, or over those outside them (`outside=True`).
+        """
         acting = torch.stack(
-            [term.acts[:, None] & term.heads[layer][:, :, None] for term in terms]
+            [term.acts[:, None, start:] & term.heads[layer][:, :, None] for term in terms]
         )  # term row head query
         # log of the sum over each span, and over all keys outside the spans
-        sums = torch.stack([_log_sum(scores, term.keys) for term in terms])  # term row head query
-        rest = _log_sum(scores, _union([term.keys for term in terms]), outside=True)
+        sums = torch.stack([log_sum(term.keys) for term in terms])  # term row head query
+        rest = log_sum(_union([term.keys for term in terms]), outside=True)
         b = torch.zeros_like(sums)
         for i, term in enumerate(terms):
-            others = rest if len(terms) == 1 else _log_sum(scores, term.keys, outside=True)
+            others = rest if len(terms) == 1 else log_sum(term.keys, outside=True)
             log_odds = sums[i] - others  # row head query
             for augmentation, rows in term.term.rows_by_rule.items():
-                where = self._pass_rows(rows, len(scores))
+                where = self._pass_rows(rows, n_rows)
                 odds = (
                     self._pool_log_odds(log_odds[where], where)
                     if augmentation.pooled
@@ -449,12 +501,12 @@ class BatchBias:
         # Solve the targets of a row that can act together.
         joint = [row for row, is_joint in enumerate(self.has_joint_targets) if is_joint]
         if joint and len(terms) > 1:
-            where = self._pass_rows(joint, len(scores))
+            where = self._pass_rows(joint, n_rows)
             augmentations = [
                 [
                     term.term.augmentations[row]
                     for row in joint
-                    for _ in range(len(scores) // self.n_rows)
+                    for _ in range(n_rows // self.n_rows)
                 ]
                 for term in terms
             ]

@@ -1,5 +1,6 @@
-"""The augmentation of forward passes: through TransformerLens hook points, or in a plain
-transformers model through its attention interface.
+"""The augmentation of forward passes, through hook points or an attention interface.
+
+A TransformerLens model has hook points, a plain transformers model the interface.
 
     with augmented(model, Augmentation(alpha=0.5), Layout.of(model.tokenizer, "Very positive:", "The lake")):
         logits = model(tokens)
@@ -19,7 +20,7 @@ block ends, also by an exception, the model is as before.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from inspect import signature
@@ -42,9 +43,14 @@ from lapa2_interp.bias.augmentation import (
 from lapa2_interp.bias.layer_types import LayerType, describe_layers, describe_runs
 from lapa2_interp.bias.layout import Layout
 from lapa2_interp.bias.recipes import resolve_recipes
-from lapa2_interp.models.attention_interface import AttentionHooks, hook_attention
+from lapa2_interp.models.attention_interface import (
+    AttentionHooks,
+    check_matrix_fits,
+    hook_attention,
+)
 from lapa2_interp.models.blocks import attach_hooks, has_open_block
 from lapa2_interp.models.card import (
+    Attn,
     Model,
     attention_layers,
     is_bridge,
@@ -57,6 +63,7 @@ from lapa2_interp.models.card import (
 from lapa2_interp.models.liveness import HOOK_PATTERN, HOOK_SCORES
 from lapa2_interp.models.positions import rows_problem
 from lapa2_interp.models.rotary import refuse_mixed_rotary
+from lapa2_interp.models.span_attention import SpanScores
 
 MASK_CHECK_INTERVAL = 64
 """Tokens between two checks of the mask, in passes of one token."""
@@ -74,6 +81,17 @@ class Observer(Protocol):
         """Called once per layer and forward pass; `first` is the slot of the first query."""
 
 
+@runtime_checkable
+class SpanObserver(Observer, Protocol):
+    """An observer that can also read sums of attention where the matrix is not formed."""
+
+    def observe_spans(self, layer: int, scores: SpanScores) -> None:
+        """Called in place of `observe`, after the layer's outputs."""
+
+    def needs_patterns(self, layer: int) -> str | None:
+        """The reason why a layer must form the matrix all the same, or None."""
+
+
 @contextmanager
 def augmented(
     model: Model,
@@ -81,7 +99,7 @@ def augmented(
     layout: Layout | Sequence[Layout],
     observer: Observer | None = None,
     check_ids: bool = True,
-) -> Iterator[None]:
+) -> Iterator[Mapping[int, str]]:
     """Apply an augmentation to every forward pass of a model inside the block.
 
     It works with `model(tokens)`, `run_with_cache`, `run_with_hooks`, KV caches and other hooks.
@@ -116,6 +134,11 @@ def augmented(
         observer: Gets the attention pattern of every layer and pass.
         check_ids: Refuse a pass whose token ids are not those of the layouts. With False the
             layouts only give the spans.
+
+    Yields:
+        Of a plain transformers model: by layer, the path of the last pass of several queries,
+        "fused", or the reason why it has formed the matrix of scores
+        (`models.attention_interface`). Empty with hooks, which always form it.
 
     Raises:
         AugmentationError: Layers or heads the model does not have, or a bias that is too large.
@@ -162,13 +185,13 @@ def augmented(
     def check_sight(layer: int, scores: Tensor, first: int) -> None:
         passes.check_sight(layer, bias.layer_types[layer], scores, first)
 
-    def edit(layer: int, scores: Tensor, first: int) -> Tensor:
+    def check_pass(n_queries: int, n_keys: int, first: int) -> None:
         nonlocal augmented_slot
-        _check_cache_complete(scores, first)
-        if scores.shape[3] < bias.last_key and not passes.is_ours:
+        _check_cache_complete(n_queries, n_keys, first)
+        if n_keys < bias.last_key and not passes.is_ours:
             raise LayoutError(
                 f"the span ends at slot {bias.last_key} but the forward pass has"
-                f" {scores.shape[3]} keys; feed the layout's own ids (layout.tensor)"
+                f" {n_keys} keys; feed the layout's own ids (layout.tensor)"
             )
         if first > augmented_slot:
             raise LayoutError(
@@ -176,9 +199,17 @@ def augmented(
                 " predicts; use new_rows(..., reread_last=True), a pass over the whole text, or"
                 " phase 'last_query'"
             )
-        last = first + scores.shape[2] - 1
+        last = first + n_queries - 1
         augmented_slot = last if bias.query_phase_acts_on(last) else math.inf
+
+    def edit(layer: int, scores: Tensor, first: int) -> Tensor:
+        check_pass(scores.shape[2], scores.shape[3], first)
         return bias.add(layer, scores, first) if layer in bias.layers else scores
+
+    def edit_spans(layer: int, scores: SpanScores) -> None:
+        check_pass(scores.n_queries, scores.n_keys, scores.first)
+        if layer in bias.layers:
+            bias.add_to_spans(layer, scores)
 
     def look(layer: int, pattern: Tensor, first: int) -> None:
         if layer in unchecked:
@@ -187,12 +218,35 @@ def augmented(
         if observer is not None:
             observer.observe(layer, pattern, first)
 
+    def look_at_spans(layer: int, scores: SpanScores) -> None:
+        if layer in unchecked:
+            unchecked.remove(layer)
+            _check_no_sink((scores.key_lse - scores.lse).exp()[..., None])
+        if observer is not None:
+            assert isinstance(observer, SpanObserver)
+            observer.observe_spans(layer, scores)
+
+    def needs_matrix(layer: int, differentiated: bool) -> str | None:
+        if differentiated and layer in bias.score_law_layers:
+            return "the gradient of a law that reads the scores"
+        return observer.needs_patterns(layer) if isinstance(observer, SpanObserver) else None
+
     # Attach them.
     observed = attention_layers(model) if observer is not None else bias.layers
     if plain is not None:
-        hooks = AttentionHooks(edit, look, check_sight=check_sight)
-        with hook_attention(plain, hooks, passes.begin, observed):
-            yield
+        reads_spans = observer is None or isinstance(observer, SpanObserver)
+        hooks = AttentionHooks(
+            edit,
+            look,
+            check_sight=check_sight,
+            edit_spans=edit_spans,
+            read_spans=look_at_spans if reads_spans else None,
+            needs_matrix=needs_matrix,
+            paths=getattr(model, "paths", {}),
+        )
+        attn: Attn = getattr(model, "attn", "auto")
+        with hook_attention(plain, hooks, passes.begin, observed, attn):
+            yield hooks.paths
         return
 
     def on_masked(scores: Tensor, hook: Any, layer: int) -> None:
@@ -216,7 +270,7 @@ def augmented(
         )
     )
     with attach_hooks(model, [*edited, *read], passes.begin, ahead=masked):
-        yield
+        yield {}
 
 
 def _augmentations_of_rows(
@@ -291,6 +345,8 @@ class _PassCheck:
             return self.first
         self.first = _n_cached_keys(arguments)
         self._check_mask(arguments)
+        if is_bridge(self.model) and plain_network(self.model) is None:
+            check_matrix_fits(network_of(self.model), arguments, "the model has hooks on them")
         if not is_bridge(self.model) and plain_network(self.model) is None:
             return self.first
         ids = arguments.get("input_ids")
@@ -310,7 +366,7 @@ class _PassCheck:
             ids, self.unread = self.unread, None
             if ids is not None:
                 self._check_ids(ids)
-        _check_cache_complete(attention, self.first)
+        _check_cache_complete(attention.shape[2], attention.shape[3], self.first)
         return self.first
 
     def _repeat_rows(self, table: Tensor, n_rows: int) -> Tensor | None:
@@ -488,9 +544,8 @@ def edit_scores(model: Model, change: Callable[[int, Tensor], Tensor]) -> Iterat
         yield
 
 
-def _check_cache_complete(attention: Float[Tensor, "row head query key"], first: int) -> None:
+def _check_cache_complete(n_queries: int, n_keys: int, first: int) -> None:
     """Refuse a cache that has dropped keys."""
-    n_queries, n_keys = attention.shape[2:]
     if n_keys < first + n_queries:
         raise LayoutError(
             f"the cache holds {n_keys} keys of the {first + n_queries} read so far (a sliding"

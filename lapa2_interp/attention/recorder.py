@@ -14,6 +14,7 @@ from lapa2_interp._util.errors import TraceError
 from lapa2_interp.attention.trace import NEAREST, SUMS, TraceKind
 from lapa2_interp.bias.layer_types import FULL_ATTENTION, NO_ATTENTION, LayerType, distinct_types
 from lapa2_interp.bias.layout import Layout
+from lapa2_interp.models.span_attention import SpanScores, indices
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -123,6 +124,7 @@ class Recorder:
         self.is_near = (age >= 0)[:, None]  # row 1 query last
         self.layers: list[Tensor] = []
         self.means: dict[LayerType, Tensor] = {}
+        self.mean_sums: dict[LayerType, Tensor] = {}
         self.pattern_rows: dict[tuple[int, int], Tensor] = {}
 
     def _weigh_keys(self, width: int, device: torch.device) -> None:
@@ -182,6 +184,62 @@ class Recorder:
         }
         self._close_pass()
 
+    def needs_patterns(self, layer: int) -> str | None:
+        """The reason why a layer must form its matrix, or None: whole rows are kept."""
+        kept_rows = any(layer == patterned for patterned, _ in self.patterns)
+        return "its attention rows are recorded" if kept_rows else None
+
+    def observe_spans(self, layer: int, scores: SpanScores) -> None:
+        """`observe` in a layer that forms no pattern."""
+        if not self._has_steps(scores.n_keys):
+            return
+        if layer == self.attending[0]:
+            self._begin_pass(scores.n_keys, scores.query.device)
+        sums = self._sums_of_spans(scores).to(torch.float32)
+        if self.kind == "full":
+            self.layers.append(sums)
+        else:
+            kind, mean = self.layer_types[layer], sums.mean(1, keepdim=True)  # row 1 query sum
+            before = self.mean_sums.get(kind)
+            self.mean_sums[kind] = mean if before is None else before + mean
+        if layer == self.attending[-1]:
+            self._close_pass()
+
+    def _sums_of_spans(self, scores: SpanScores) -> Float[Tensor, "row head query sum"]:
+        """`_sums` of the steps of a pass that forms no pattern."""
+        column = {name: i for i, name in enumerate(SUMS)}
+        weights, start = self.weights.to(scores.wide), self.slots[0] - scores.first
+        # The keys of the sums over few: all but prompt and generated.
+        is_few = weights > 0
+        is_few[..., [column["prompt"], column["generated"]]] = False
+        index = indices(is_few.any(2))  # row few
+        columns = index.clamp(min=0)[..., None].expand(-1, -1, weights.shape[2])
+        weights_of_few = weights.gather(1, columns)[:, None]  # row 1 few sum
+        prompt = scores.log_sum(weights[..., column["prompt"]] > 0, start=start)
+        parts = []
+        for queries in scores.query_blocks(
+            start, max(index.shape[1], scores.query.shape[3] * max(NEAREST))
+        ):
+            steps = slice(queries.start - start, queries.stop - start)
+            lse = scores.lse[:, :, queries, None]
+            sums = (scores.scores(index, queries) - lse).exp() @ weights_of_few
+            sums[..., column["prompt"]] = (prompt[:, :, steps] - lse[..., 0]).exp()
+            nearest = self.nearest[:, 0, steps].masked_fill(~self.is_near[:, 0, steps], -1)
+            # row head query last
+            last = (scores.nearest_scores(nearest, queries) - lse).exp().cumsum(3)
+            # Generated are all other keys; as long as they are the last few, those.
+            every = (scores.key_lse[:, :, queries, None] - lse).exp()[..., 0]
+            rest = every - sums[..., [column[name] for name in ("prefix", "bos", "prompt")]].sum(3)
+            n_generated = torch.tensor(self.slots[steps], device=rest.device) + 1
+            n_generated -= len(self.layouts[0])  # query
+            ages = (n_generated - 1).clamp(0, max(NEAREST) - 1).expand(*rest.shape)
+            exact = torch.where(n_generated > 0, last.gather(3, ages[..., None])[..., 0], 0.0)
+            sums[..., column["generated"]] = torch.where(
+                n_generated > max(NEAREST), rest.clamp(min=0), exact
+            )
+            parts.append(self._in_order(sums, last))
+        return torch.cat(parts, dim=2)
+
     def _sums(
         self, steps: Float[Tensor, "row head query key"]
     ) -> Float[Tensor, "row head query sum"]:
@@ -191,8 +249,15 @@ class Recorder:
         last = torch.where(
             self.is_near, steps.gather(3, self.nearest.expand(-1, steps.shape[1], -1, -1)), 0.0
         )
-        nearest = last.cumsum(3)[..., [k - 1 for k in NEAREST]]  # row head query sum
+        return self._in_order(parts, last.cumsum(3))
+
+    @staticmethod
+    def _in_order(
+        parts: Float[Tensor, "row head query part"], last: Float[Tensor, "row head query last"]
+    ) -> Float[Tensor, "row head query sum"]:
+        """The sums of `SUMS` and of single tokens, from those by key and by age."""
         n_parts = len(SUMS) - len(NEAREST)
+        nearest = last[..., [k - 1 for k in NEAREST]]
         return torch.cat([parts[..., :n_parts], nearest, parts[..., n_parts:]], dim=3)
 
     def capped(self, layer: int, caps: Bool[Tensor, "row head query"], first: int) -> None:
@@ -216,7 +281,7 @@ class Recorder:
             of_kinds = [sums[:, :, layers].mean((2, 3)) for layers in self._layers_of_kinds()]
         else:
             of_kinds = [
-                self._sums(self.means[kind] / len(layers))[:, 0]
+                self._mean_sums(kind, len(layers))
                 for kind, layers in zip(self.kinds, self._layers_of_kinds(), strict=True)
             ]
         means = torch.stack(of_kinds, dim=2)  # row query kind sum
@@ -230,7 +295,16 @@ class Recorder:
                 torch.stack([self.pattern_rows[pair] for pair in self.patterns], dim=2).cpu()
             )
             self.rows += [row[..., : slot + 1] for row, slot in zip(rows, self.slots, strict=True)]
-        self.layers, self.means, self.pattern_rows = [], {}, {}
+        self.layers, self.means, self.mean_sums, self.pattern_rows = [], {}, {}, {}
+
+    def _mean_sums(self, kind: LayerType, n_layers: int) -> Float[Tensor, "row query sum"]:
+        """The sums of a mean over layers of a type, some with and some without patterns."""
+        sums = self.mean_sums.get(kind)
+        if sums is None:
+            return self._sums(self.means[kind] / n_layers)[:, 0]
+        if kind in self.means:
+            sums = sums + self._sums(self.means[kind])
+        return sums[:, 0] / n_layers
 
     def _layers_of_kinds(self) -> list[list[int]]:
         """By layer type, the indices of its layers among those with attention."""

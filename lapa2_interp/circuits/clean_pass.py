@@ -80,8 +80,8 @@ class CleanPass:
 
     def is_whole(self, model: Model) -> bool:
         """True if a pass of the first row that begins at any of the layers has the logits of a
-        whole one. It has others where blocks share more than the residual stream, such as the
-        keys of an earlier layer. Two tokens show it."""
+        whole one. Such a pass has others where blocks share more than the residual stream, such as
+        the keys of an earlier layer. Two tokens show it."""
         index = torch.zeros(1, dtype=torch.long, device=self.tokens.device)
         tokens = self.tokens[:1, :2]
         short = CleanPass(self.rows, tokens, {})

@@ -136,16 +136,8 @@ def items_per_batch(
     model: Model, examples: Sequence[ContrastExample], requested: int | None = None
 ) -> int:
     """The requested number; else as many items as have their logits in `LOGIT_BYTES`, each counted
-    as the largest of these examples.
-
-    Raises:
-        CircuitError: Fewer than 1 is requested.
-    """
+    as the largest of these examples."""
     if requested is not None:
-        if requested < 1:
-            raise CircuitError(
-                f"batch_size must be at least 1, or None for what fits; found {requested}"
-            )
         return requested
     largest = max(example.n_branch_steps for example in examples)
     return max(1, LOGIT_BYTES // (4 * largest * model.cfg.d_vocab))

@@ -3,10 +3,11 @@
     effect = D - D without the unit          per step; > 0 where the unit carries control
 
 A unit is a layer, a head, a KV head of a layer, a position of the prefix, a head's view of one
-position, or any set of heads. It sees one of four replacements instead of the prefix (`edits`).
-`resample` and `mean` change the target's branch and the others one after the other, and average the
-two effects: with both changed at once, a unit that alone carries the control would count twice.
-Knock-outs of several heads at once (`joint_curve`) say which heads are needed, and which suffice.
+position, or any set of heads. A head that is cut sees one of four replacements instead of the
+prefix (`edits`). `resample` and `mean` change the target's branch and the others one after the
+other, and average the two effects: with both changed at once, a unit that alone carries the control
+would count twice. Knock-outs of several heads at once (`joint_curve`) say which heads are needed,
+and which suffice.
 
     table = knock_out(model, "sentiment")
     table.frame()                             # effect, interval, share, family-wise p, rank
@@ -29,7 +30,7 @@ from tqdm import tqdm
 from lapa2_interp._util.errors import CircuitError, pluralize, unknown_choice
 from lapa2_interp._util.plots import Drawing, new_figure, plain_axes
 from lapa2_interp._util.progress import given_or_new_bar
-from lapa2_interp._util.values import numbers_checked
+from lapa2_interp._util.values import Count, numbers_checked
 from lapa2_interp.bias.augmentation import AugmentationLike, Phase
 from lapa2_interp.circuits.contrast_set import ContrastLike, as_contrast_set
 from lapa2_interp.circuits.edits import Edit, Heads, evaluate_edits
@@ -64,7 +65,7 @@ class KnockOut(UnitTable):
 
     # Other tables may lack these, or have other units.
     units: tuple[Unit, ...]
-    whole: Float[np.ndarray, " example"]
+    total: Float[np.ndarray, " example"]
     noise: float
     replacement: str
     phase: Phase
@@ -102,7 +103,7 @@ def knock_out(
     other_metrics: Sequence[str] | None = None,
     augmentation: AugmentationLike = None,
     file: str | Path | None = None,
-    batch_size: int | None = None,
+    batch_size: Count | None = None,
     progress: tqdm | None = None,
 ) -> KnockOut:
     """Measure the control that is lost without each unit.
@@ -120,8 +121,9 @@ def knock_out(
         other_metrics: Further metrics, from the same passes; by default lex where there are words.
         augmentation: One or more augmentations that act in every branch besides.
         file: A file for finished units, a line each, from which the same call continues. The
-            control itself and the two stored units of largest effect are computed again: they must
-            equal the stored values but for rounding. New values are shifted by the difference that
+            control itself and the two stored units of largest effect are computed again: the new
+                numbers must equal the stored values but for rounding. New values are shifted by the
+                difference that
             rounding makes in the control.
         batch_size: Texts in one forward pass; changes nothing but memory and time.
 
@@ -194,8 +196,8 @@ def knock_out(
                 elif key == CONTROL:
                     store.check_control(store[CONTROL], now)
                 else:
-                    label = next(unit.name for unit in wanted if unit.key == key)
-                    store.check(store[key], now, label)
+                    name_of_unit = next(unit.name for unit in wanted if unit.key == key)
+                    store.check(store[key], now, name_of_unit)
     # A unit's effect: the control that is lost without it.
     tables = {}
     for name in chosen:
@@ -204,7 +206,7 @@ def knock_out(
             contrast_set=contrast_set,
             units=tuple(wanted),
             values=np.stack([control - store[unit.key][name] for unit in wanted], axis=1),
-            whole=control,
+            total=control,
             noise=float(np.abs(control - store[NULL][name]).max()),
             label=f"lost {name}, nats a step" if name in METRICS else f"lost {name}",
             replacement=replacement,
@@ -274,12 +276,12 @@ def joint_curve(
     model: Model,
     table: KnockOut,
     *,
-    sizes: Sequence[int] = (1, 2, 4, 8, 16, 32),
+    sizes: Sequence[Count] = (1, 2, 4, 8, 16, 32),
     replacement: str | None = None,
     phase: Phase | None = None,
     metric: str | Metric | Mapping[str, Metric] | None = None,
     prefix_attention: Float[np.ndarray, "layer head"] | None = None,
-    seeds: int = 3,
+    seeds: Count = 3,
     file: str | Path | None = None,
     progress: tqdm | None = None,
 ) -> JointCurve:
@@ -299,8 +301,8 @@ def joint_curve(
             -0 or -1.
 
     Raises:
-        CircuitError: The table is not one of heads, or has fewer than 2 prompts; sizes or seeds
-            below 1; or as `knock_out`.
+        CircuitError: The table is not one of heads, or has fewer than 2 prompts; no size that it
+            has; or as `knock_out`.
     """
     if metric is None:
         metric = "lex" if "lex" in table.metrics else table.metric
@@ -317,13 +319,6 @@ def joint_curve(
     ):
         raise CircuitError("a joint curve needs knock-outs of single heads, of 2 prompts or more")
     every = all_heads(model)
-    if small := [n for n in sizes if n < 1]:
-        raise CircuitError(f"sizes are numbers of heads, at least 1; found {small[0]}")
-    if seeds < 1:
-        raise CircuitError(
-            f"random heads are drawn at least once for each size; found seeds={seeds}, give 1 or"
-            " more"
-        )
     requested = sizes
     sizes = [n for n in sizes if n <= len(table.units) and n < len(every)]
     if not sizes:
@@ -371,12 +366,12 @@ def joint_curve(
             progress=progress,
         )
         # Control of the other half, and what is left of it.
-        control[judged] = together.whole
+        control[judged] = together.total
         for i, (kind, n, seed) in enumerate(sets):
             draws = left.setdefault(
                 (kind, n), np.zeros((seeds if kind == "random" else 1, len(control)))
             )
-            draws[seed, judged] = together.whole - together.values[:, i]
+            draws[seed, judged] = together.total - together.values[:, i]
     # Shares over the prompts of both halves; random draws are averaged.
     rows = []
     for (kind, n), draws in left.items():

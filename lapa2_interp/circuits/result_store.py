@@ -107,7 +107,7 @@ class ResultStore:
         """Store a result, and append it to the file."""
         self.results[name] = values
         if self._file is not None:
-            lists = {label: array.tolist() for label, array in values.items()}
+            lists = {metric: array.tolist() for metric, array in values.items()}
             self._file.write(json.dumps({"unit": name, "values": lists}) + "\n")
             self._file.flush()
 
@@ -151,9 +151,9 @@ class ResultStore:
         for name, values in now.items():
             before = stored[name][: len(values)]
             if np.abs(before - values).max() > share * np.abs(control[name]).max() + 1e-6:
-                label = f"{name} without {without}" if without else name
+                subject = f"{name} without {without}" if without else name
                 raise CircuitError(
-                    f"{self._path} holds results of another model or metric: {label} was"
+                    f"{self._path} holds results of another model or metric: {subject} was"
                     f" {before.mean():.4g}, and is {values.mean():.4g} now; give another file"
                 )
 

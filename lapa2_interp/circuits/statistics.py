@@ -146,20 +146,20 @@ def split_half(values: Float[np.ndarray, "prompt unit"]) -> float:
 
 
 def share_interval(
-    part: Float[np.ndarray, "prompt unit"], whole: Float[np.ndarray, " prompt"]
+    part: Float[np.ndarray, "prompt unit"], total: Float[np.ndarray, " prompt"]
 ) -> tuple[Float[np.ndarray, " unit"], Float[np.ndarray, " unit"], Float[np.ndarray, " unit"]]:
-    """Sum of a part over the sum of the whole, with its 95 % interval over prompts: a ratio of
+    """Sum of a part over the sum of the total, with its 95 % interval over prompts: a ratio of
     sums, never a mean of ratios. Below `stats.FEW` prompts the interval is Student's, on how far
-    each prompt's part is from its share. NaN where the whole is 0 in every prompt."""
-    if not whole.any():
+    each prompt's part is from its share. NaN where the total is 0 in every prompt."""
+    if not total.any():
         nothing = np.full(part.shape[1], np.nan)
         return nothing, nothing.copy(), nothing.copy()
-    share = part.sum(0) / whole.sum()
-    n = len(whole)
+    share = part.sum(0) / total.sum()
+    n = len(total)
     if n < FEW:
-        low, high = bounds((part - share * whole[:, None]) / whole.mean())
+        low, high = bounds((part - share * total[:, None]) / total.mean())
         return share, share + low, share + high
-    both = np.concatenate([part, whole[:, None]], axis=1)
+    both = np.concatenate([part, total[:, None]], axis=1)
     drawn = resampled_means(both, np.arange(n))
     with np.errstate(divide="ignore", invalid="ignore"):
         low, high = np.nanpercentile(drawn[:, :-1] / drawn[:, -1:], tails(n), axis=0)

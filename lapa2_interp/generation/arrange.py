@@ -20,7 +20,6 @@ from lapa2_interp.bias.layer_types import LayerType, distinct_types
 from lapa2_interp.bias.layout import Layout
 from lapa2_interp.generation.cell import Cell
 from lapa2_interp.methods.base import Branch, Prepared
-from lapa2_interp.methods.registry import assign_augmentations
 from lapa2_interp.models.card import ModelCard, check_rotary_side
 from lapa2_interp.models.sizes import ModelSize
 from lapa2_interp.tasks.task import ChatForm
@@ -84,7 +83,7 @@ def arrange(
     method, branches = cell.decoding_method, cell.branches
     open_texts = prepared is None and method.prepares
     preparations = [Prepared()] * len(cell.prompts) if prepared is None else prepared
-    augmentations = assign_augmentations(method, branches, cell.augmentation)
+    augmentations = cell.branch_augmentations
     steps, counts = [], []
     for prompt in cell.prompts:
         n = len(tokenizer(prompt, add_special_tokens=False).input_ids)

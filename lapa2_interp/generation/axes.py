@@ -1,5 +1,7 @@
-"""Axes of a block of settings: lists, whose combinations are points; one point gives one cell or
-several (`resolve.cells_of`)."""
+"""Axes of a block of settings: lists, whose combinations are points.
+
+One point gives one cell or several (`resolve.cells_of`).
+"""
 
 from __future__ import annotations
 

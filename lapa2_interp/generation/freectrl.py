@@ -1,5 +1,6 @@
-"""FreeCtrl's driver around the decode loop (`generation.loop`): it sets neurons at every step, and
-draws texts that are not accepted again.
+"""FreeCtrl's driver around the decode loop (`generation.loop`).
+
+The driver sets neurons at every step, and draws texts that are not accepted again.
 
 1. The loop reads its rows through `ControlledRows`: before every pass, the score of the text so far
    gives the value w of the control centre's neurons, and the whole text is read again with them.

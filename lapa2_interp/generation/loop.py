@@ -1,5 +1,6 @@
-"""The one decode loop. Axes: row = branch x sample, stacked; sample = one continuation of one
-prompt.
+"""The one decode loop.
+
+Axes: row = branch x sample, stacked; sample = one continuation of one prompt.
 
 For a batch of samples:
 
@@ -40,6 +41,7 @@ from lapa2_interp.generation.sampling import NOTHING, draw
 from lapa2_interp.generation.turns import decode_turns
 from lapa2_interp.methods.base import BatchStart, LogProbs
 from lapa2_interp.methods.freectrl import FreeCtrl
+from lapa2_interp.models.attention_interface import decided_path
 from lapa2_interp.models.card import Model, layer_types, model_card, prepacked_model
 from lapa2_interp.models.load import accepts_model_name
 
@@ -88,7 +90,8 @@ def decode_batch(
         ModelError: The model's logits are not numbers.
     """
     bar = hidden_bar() if progress is None else progress
-    with prepacked_model(model):
+    widest = max(len(layout) for layouts in plan.layouts for layout in layouts)
+    with prepacked_model(model), decided_path(model, widest, widest):
         if isinstance(plan.method, FreeCtrl):
             return decode_freectrl(model, plan, pairs, bar, _decode)
         if plan.cell.n_turns > 1:

@@ -1,5 +1,6 @@
-"""A cell resolved before anything runs: layouts, augmentations, steps, and which samples share a
-batch.
+"""A cell resolved before anything runs, and divided into batches.
+
+The plan has layouts, augmentations, steps, and which samples share a batch.
 
 Axes: branch = one model call of the method; a batch's rows are branch x sample, stacked.
 """

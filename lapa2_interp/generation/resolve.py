@@ -45,7 +45,6 @@ from lapa2_interp.generation.settings import (
 )
 from lapa2_interp.methods.base import Branch, Method, SoftPrefixKey
 from lapa2_interp.methods.registry import (
-    assign_augmentations,
     find_class,
     get_for_task,
     load_task,
@@ -162,7 +161,6 @@ def resolve(
         attributes = list(task.attributes)
     cells = []
     for attribute in attributes:
-        task.prefix(attribute)
         branches = method.branches(task, attribute)
         names = [branch.name for branch in branches]
         if twice := [name for name in dict.fromkeys(names) if names.count(name) > 1]:
@@ -171,33 +169,32 @@ def resolve(
                 f" task {task.name!r} another name"
             )
         _check_prefix(settings, task, method, attribute)
-        assign_augmentations(method, branches, augmentations)
         texts = task.methods.get(method.name, MethodSettings()).texts
         try:
-            cells.append(
-                Cell(
-                    **facts,
-                    method=method_name(method),
-                    parameters=method.stored_parameters,
-                    task=Task(
-                        name=task.name,
-                        length_counts_prompt=task.length_counts_prompt,
-                        lengths=(),
-                        attributes=task.attributes,
-                        prompts=Prompts(texts=task.prompts.texts),
-                        methods={method.name: MethodSettings(texts=texts)} if texts else {},
-                        chat=task.chat if any(branch.chat for branch in branches) else None,
-                    ),
-                    attribute=attribute,
-                    augmentation=normalize_augmentations(augmentations),
-                    patterns=settings.patterns,
-                    files=_files(facts["model"], task.name, branches, method, needs),
-                    label=label,
-                    **{name: getattr(settings, name) for name in _UNCHANGED},
-                )
+            cell = Cell(
+                **facts,
+                method=method_name(method),
+                parameters=method.stored_parameters,
+                task=Task(
+                    name=task.name,
+                    length_counts_prompt=task.length_counts_prompt,
+                    lengths=(),
+                    attributes=task.attributes,
+                    prompts=Prompts(texts=task.prompts.texts),
+                    methods={method.name: MethodSettings(texts=texts)} if texts else {},
+                    chat=task.chat if any(branch.chat for branch in branches) else None,
+                ),
+                attribute=attribute,
+                augmentation=normalize_augmentations(augmentations),
+                patterns=settings.patterns,
+                files=_files(facts["model"], task.name, branches, method, needs),
+                label=label,
+                **{name: getattr(settings, name) for name in _UNCHANGED},
             )
         except ValidationError as error:
             raise Lapa2Error(validation_message(error)) from error
+        cell.branch_augmentations  # noqa: B018 - refuses an augmentation without a branch
+        cells.append(cell)
     return cells
 
 

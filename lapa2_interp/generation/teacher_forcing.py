@@ -19,7 +19,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from lapa2_interp._util.errors import LayoutError, TraceError
-from lapa2_interp._util.values import numbers_checked
+from lapa2_interp._util.values import Count, numbers_checked
 from lapa2_interp.attention.cache import check_tokens, new_rows
 from lapa2_interp.attention.hooked import augmented
 from lapa2_interp.attention.recorder import Recorder
@@ -33,6 +33,7 @@ from lapa2_interp.bias.augmentation import (
 from lapa2_interp.bias.layout import Layout, left_pad
 from lapa2_interp.bias.places import head_pairs
 from lapa2_interp.bias.recipes import resolve_recipes
+from lapa2_interp.models.attention_interface import decided_path
 from lapa2_interp.models.card import (
     Model,
     check_rotary_side,
@@ -66,7 +67,7 @@ def teacher_forced(
     trace: TraceKind = "full",
     branch: str = "target",
     patterns: str | Sequence[tuple[int, int]] = (),
-    chunk: int | None = None,
+    chunk: Count | None = None,
     progress: tqdm | None = None,
 ) -> xr.Dataset:
     """The trace of texts that are given, row by row, after their prefixes and prompts.
@@ -136,8 +137,6 @@ def teacher_forced(
             " give one a text"
         )
     pairs = head_pairs("patterns", patterns, TraceError)
-    if chunk is not None and chunk < 1:
-        raise TraceError(f"chunk must be at least 1, found {chunk}")
     # Every text must fit the context.
     short = model_short_context(model)
     for number, (row_layout, row) in enumerate(zip(row_layouts, rows, strict=True)):
@@ -219,14 +218,19 @@ def _read(
     active = [rule for row in batch.augmentations for rule in active_augmentations(row)]
     if any(rule.pooled for rule in active):
         chunk = 1  # a pooled law reads all queries of a pass; in decoding there is one
-    chunk = chunk or max(1, SCORES_AT_ONCE // (len(padded) * model.cfg.n_heads * width))
+    scores_of_query = len(padded) * model.cfg.n_heads * width
     # Rows that end earlier are filled up with their last token, which no earlier query can see.
     even = [row[:-1] + row[-1:] * (max(steps) - len(row)) for row in batch.rows]
     tokens = torch.tensor(even, device=model.cfg.device, dtype=torch.long)
     recorder = Recorder(model.cfg.n_layers, model.cfg.n_heads, trace, patterns, layer_types(model))
     recorder.begin(padded)
     state = new_rows(model, reread_last=any(rule.phase == "predicting_only" for rule in active))
-    with augmented(model, batch.augmentations, padded, recorder):
+    with (
+        decided_path(model, tokens.shape[1], width) as fused,
+        augmented(model, batch.augmentations, padded, recorder),
+    ):
+        # Without the matrix, a text is read at once.
+        chunk = chunk or (tokens.shape[1] if fused else SCORES_AT_ONCE // scores_of_query) or 1
         state.prompt_pass(padded, batch.prefixes)
         state.expand(torch.arange(len(padded), device=tokens.device), capacity=width)
         for part in tokens.split(chunk, dim=1) if tokens.shape[1] else ():

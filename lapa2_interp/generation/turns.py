@@ -185,8 +185,9 @@ class KeptRows:
             for ids, turn in zip(new, turns, strict=True)
         ]
         packed = [replace(turn.layout, pad=width - turn.n_cached) for turn in turns]
-        with augmented(self.model, [self.augmentation] * len(turns), packed):
-            self.rows.read_tokens(torch.tensor(tokens, device=self.model.cfg.device))
+        if n_new:
+            with augmented(self.model, [self.augmentation] * len(turns), packed):
+                self.rows.read_tokens(torch.tensor(tokens, device=self.model.cfg.device))
         # Step 3: pack again.
         self.rows.pack([layout.ids[:-1] for layout in layouts], max(map(len, layouts)))
         self.has_read = True

@@ -3,23 +3,46 @@
 transformers lets a model compute attention by any registered function. Ours is that of its "eager"
 models, with two hook points: TransformerLens calls them hook_attn_scores, where the scores may be
 edited, and hook_pattern, where the pattern is read. The hooks of a pass travel with it as an
-argument, so that nothing is shared between models."""
+argument, so that nothing is shared between models.
+
+A pass of many queries may go without the matrix of scores (`span_attention`), if all hooks have a
+form for it: biases on spans, and sums over spans. Its masks are not formed either:
+
+1. Before the pass, `path_of_pass` decides, a pure function of shape, dtype and type of device.
+2. transformers asks for a mask for each type of layer, and gets that of the last query alone, one
+   row, unless the mask hides more than later keys, those before a window or chunk, and padding.
+3. A layer adds the biases, calls the kernel and has its sums read. A layer that cannot forms the
+   matrix, and `AttentionHooks.paths` says why.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
+from torch.nn.functional import pad
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface, eager_mask
 
-from lapa2_interp._util.errors import DeadHookError
+from lapa2_interp._util.errors import DeadHookError, ModelError, parameter
+from lapa2_interp.bias.layer_types import LayerType, describe_runs
 from lapa2_interp.models.blocks import ATTENTION_NAME, OUTSIDE_ERROR, PassState, open_block
+from lapa2_interp.models.card import Attn, Model, TransformersModel, decoder_size, layer_types
+from lapa2_interp.models.machine import machine_memory
+from lapa2_interp.models.span_attention import SpanScores
+
+FUSED_NAME = f"{ATTENTION_NAME}_fused"
+"""Name of our attention function in a pass whose masks are single rows."""
+FUSED = "fused"
+"""The path of a layer without the matrix; all other paths are reasons for the matrix."""
+AUTO_SCORES = 2**20
+"""Scores of a head from which `attn="auto"` goes without the matrix, on a CPU."""
 
 
 @dataclass
@@ -33,17 +56,136 @@ class AttentionHooks:
         edit_output: Takes layer, the heads' outputs [row query head d_head] and the slot of the
             first query; returns the outputs.
         check_sight: Takes layer, scores as the model has masked them, before any edit, and the slot
-            of the first query.
+            of the first query; reads those of the last query.
+        edit_spans: The same edit as `edit_scores`, by biases on spans: takes layer and
+            `SpanScores`.
+        read_spans: Reads what `read_pattern` does, as sums, after the outputs: takes the same.
+        needs_matrix: Takes a layer, and whether the pass is differentiated; returns the reason why
+            the layer needs scores or pattern, or None.
         first: The slot of the pass's first query.
         state: The state of that pass.
+        paths: By layer, the path of the last pass of several queries: "fused", or the reason why it
+            has formed the matrix.
     """
 
     edit_scores: Callable[[int, Tensor, int], Tensor] | None = None
     read_pattern: Callable[[int, Tensor, int], None] | None = None
     edit_output: Callable[[int, Tensor, int], Tensor] | None = None
     check_sight: Callable[[int, Tensor, int], None] | None = None
+    edit_spans: Callable[[int, SpanScores], None] | None = None
+    read_spans: Callable[[int, SpanScores], None] | None = None
+    needs_matrix: Callable[[int, bool], str | None] = lambda _layer, _differentiated: None
     first: int = 0
     state: PassState = field(default_factory=PassState)
+    paths: dict[int, str] = field(default_factory=dict)
+
+
+@dataclass
+class _Pass:
+    """A forward pass, as its layers get it.
+
+    Attributes:
+        hooks: Those of all open blocks, in order.
+        path: "fused", or the reason why the pass forms the matrix.
+        n_keys: Its keys, with those that a cache holds.
+        live: Its mask of padding.
+        layer_types: Of a pass without the matrix.
+    """
+
+    hooks: tuple[AttentionHooks, ...]
+    path: str
+    n_keys: int
+    live: Int[Tensor, "row key"] | None
+    layer_types: tuple[LayerType, ...]
+
+    def hidden(self) -> Bool[Tensor, "row key"] | None:
+        """The keys of padding."""
+        return None if self.live is None else self.live[:, : self.n_keys] == 0
+
+    def first_seen(self, layer: int, queries: range, query: Tensor) -> Int[Tensor, "row query"]:
+        """The first slot that each query sees, padding aside."""
+        hidden, slots = self.hidden(), np.array(queries)
+        pads = [0] * len(query) if hidden is None else hidden.long().cummin(1)[0].sum(1).tolist()
+        seen = np.stack([self.layer_types[layer].first_seen(slots, pad) for pad in pads])
+        return torch.from_numpy(seen).to(query.device)
+
+    def seen(self, layer: int, queries: range, query: Tensor) -> Bool[Tensor, "row query key"]:
+        """The keys that each query sees."""
+        keys = torch.arange(self.n_keys, device=query.device)
+        own = torch.tensor([*queries], device=query.device)[:, None]
+        seen = (keys <= own) & (keys >= self.first_seen(layer, queries, query)[..., None])
+        hidden = self.hidden()
+        return seen if hidden is None else seen & ~hidden[:, None].to(query.device)
+
+
+def path_of_pass(attn: Attn, n_queries: int, n_keys: int, device_type: str) -> str:
+    """The path of a pass: "fused", or the reason why it forms the matrix."""
+    if attn != "auto":
+        return FUSED if attn == "fused" else "attn is matrix"
+    if device_type != "cpu":
+        return f"attn is auto, which forms the matrix on {device_type}"
+    if n_queries * n_keys < AUTO_SCORES:
+        return f"attn is auto, and {n_queries} queries of {n_keys} keys are few"
+    return FUSED
+
+
+@contextmanager
+def decided_path(model: Model, n_queries: int, n_keys: int) -> Iterator[bool]:
+    """Decide `attn="auto"` of a model, inside the block, by its largest pass of several queries, so
+    that all passes go one way. Yields True if they go without the matrix."""
+    if not isinstance(model, TransformersModel):
+        yield False
+        return
+    before, device = model.attn, torch.device(model.cfg.device).type
+    fused = n_queries > 1 and path_of_pass(before, n_queries, n_keys, device) == FUSED
+    try:
+        model.attn = "fused" if fused else "matrix"
+        yield fused
+    finally:
+        model.attn = before
+
+
+def describe_paths(model: Model) -> str:
+    """The paths of a model's last pass of several queries (`ModelCard.attn`)."""
+    paths = getattr(model, "paths", {})
+    reasons = sorted({*paths.values()} - {FUSED})
+    if FUSED not in paths.values():
+        return "matrix"
+    layers = ((why, [layer for layer in paths if paths[layer] == why]) for why in reasons)
+    return "; ".join([FUSED, *(f"layers {describe_runs(some)}: {why}" for why, some in layers)])
+
+
+def _size_of_pass(arguments: dict[str, Any]) -> tuple[int, int, int]:
+    """Rows, queries and keys of a pass; one of each where it does not say."""
+    read = arguments.get("input_ids")
+    read = arguments.get("inputs_embeds") if read is None else read
+    rows, queries = (1, 1) if read is None else read.shape[:2]
+    cache = arguments.get("past_key_values")
+    return rows, queries, queries + (0 if cache is None else int(cache.get_seq_length()))
+
+
+def check_matrix_fits(network: Any, arguments: dict[str, Any], path: str) -> None:
+    """Refuse a pass with a matrix of scores that is larger than the machine's memory.
+
+    Args:
+        arguments: Those of the pass.
+        path: Why it forms the matrix.
+
+    Raises:
+        ModelError: It is: scores and pattern of one layer, in float32, do not fit.
+    """
+    rows, queries, keys = _size_of_pass(arguments)
+    if rows * queries * keys < AUTO_SCORES:
+        return
+    heads = decoder_size(network.config.get_text_config())[1]
+    size, memory = 8 * rows * heads * queries * keys, machine_memory()
+    if size > memory:
+        raise ModelError(
+            f"{rows} x {queries} tokens, read at once, form {size / 1e9:.0f} GB of attention scores"
+            f" and patterns in each layer, and the machine has {memory / 1e9:.0f} GB ({path}); load"
+            f" the model as TransformersModel with {parameter('attn', 'fused')}, or read fewer at"
+            " once, behind a cache"
+        )
 
 
 @contextmanager
@@ -52,6 +194,7 @@ def hook_attention(
     hooks: AttentionHooks,
     begin: Callable[[dict[str, Any]], int],
     layers: Collection[int] = (),
+    attn: Attn = "auto",
 ) -> Iterator[None]:
     """Call hooks in the attention of every pass of a transformers model inside the block.
 
@@ -62,6 +205,7 @@ def hook_attention(
         begin: Called before a pass with its arguments by name, to which it may add; returns the
             slot of its first query.
         layers: Layers in which every pass must call the hooks.
+        attn: When a pass goes without the matrix (`path_of_pass`); the innermost block's counts.
 
     Raises:
         DeadHookError: The architecture does not use the attention interface, or a pass has
@@ -77,11 +221,51 @@ def hook_attention(
 
     def before(arguments: dict[str, Any]) -> None:
         hooks.first = begin(arguments)
-        arguments[ATTENTION_NAME] = (*arguments.get(ATTENTION_NAME, ()), hooks)
+        outer = arguments.get(ATTENTION_NAME)
+        blocks = (*(outer.hooks if outer else ()), hooks)
+        arguments[ATTENTION_NAME] = this = _describe_pass(network, arguments, blocks, attn)
+        if this.path != FUSED:
+            check_matrix_fits(network, arguments, this.path)
         arguments.update(_arguments_for_all_queries(network, arguments))
+        now = network.config._attn_implementation
+        name = FUSED_NAME if this.path == FUSED else ATTENTION_NAME
+        if now != name and now in (FUSED_NAME, ATTENTION_NAME):  # not what others have set since
+            network.set_attn_implementation(name)
 
     with open_block(network, before, hooks.state, layers, attention=True):
         yield
+
+
+def read_without_matrix(model: TransformersModel) -> AbstractContextManager[None]:
+    """A block in which nothing is changed, and passes go without the matrix."""
+    return hook_attention(model.original_model, AttentionHooks(), lambda _given: 0, attn="fused")
+
+
+def _describe_pass(
+    network: Any, arguments: dict[str, Any], blocks: tuple[AttentionHooks, ...], attn: Attn
+) -> _Pass:
+    """What the layers of a pass must know."""
+    _, n_queries, n_keys = _size_of_pass(arguments)
+    mask = arguments.get("attention_mask")
+    returns_patterns = arguments.get("output_attentions")
+    if returns_patterns is None:
+        returns_patterns = getattr(network.config, "output_attentions", False)
+    if n_queries == 1:
+        path = "one query"
+    elif any(block.edit_scores and not block.edit_spans for block in blocks):
+        path = "a block edits single scores"
+    elif any(block.read_pattern and not block.read_spans for block in blocks):
+        path = "an observer reads whole patterns"
+    elif returns_patterns:
+        path = "the pass returns its patterns"
+    elif mask is not None and not (isinstance(mask, Tensor) and mask.ndim == 2):
+        path = "the pass has a mask of its own"
+    else:
+        path = path_of_pass(attn, n_queries, n_keys, network.device.type)
+    fused = path == FUSED
+    return _Pass(
+        blocks, path, n_keys, mask if fused else None, layer_types(network) if fused else ()
+    )
 
 
 def _arguments_for_all_queries(network: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -111,22 +295,24 @@ def attend(
     dropout: float = 0.0,
     softcap: float | None = None,
     s_aux: Float[Tensor, " head"] | None = None,
-    lapa2: tuple[AttentionHooks, ...] = (),
+    lapa2: _Pass | None = None,
     **others: Any,
-) -> tuple[Tensor, Tensor]:
-    """Attention with hooks between scores and softmax, and after the softmax.
+) -> tuple[Tensor, Tensor | None]:
+    """Attention with hooks between scores and softmax, and after the softmax; or without scores and
+    softmax (`SpanScores`), where pass and layer allow it.
 
     Args:
         s_aux: Scores of a learned sink, which takes a share beside the keys (gpt-oss).
 
     Returns:
-        The heads' outputs [row query head d_value], and the pattern, without a sink's share.
+        The heads' outputs [row query head d_value], and the pattern, without a sink's share; None
+        without the matrix.
 
     Raises:
         DeadHookError: The model asks for what this function does not compute, or no pass of the
             block's model is running.
     """
-    if not lapa2 and hasattr(module, "layer_idx"):
+    if lapa2 is None and hasattr(module, "layer_idx"):
         raise DeadHookError(OUTSIDE_ERROR)
     unknown = [name for name in ("position_bias", "sinks") if others.get(name) is not None]
     if unknown or (dropout and module.training):
@@ -136,20 +322,38 @@ def attend(
             " in eval mode, or try TransformerBridge, which checks that its hooks are live"
         )
     scale = query.shape[3] ** -0.5 if scaling is None else scaling
-    scores = shared_product(query, key.transpose(2, 3)) * scale  # row head query key
-    if softcap is not None:
-        scores = torch.tanh(scores / softcap) * softcap
-    if attention_mask is not None:
-        scores = scores + attention_mask[..., : scores.shape[3]]
-    for hooks in lapa2:
+    blocks = () if lapa2 is None else lapa2.hooks
+    for hooks in blocks:
         if module.layer_idx in hooks.state.seen:
             raise DeadHookError(
                 f"{type(module).__name__} computes several attentions in one layer, so its heads"
                 " have no pattern of their own"
             )
+    if lapa2 is not None and query.shape[2] > 1:
+        path = lapa2.path
+        if path == FUSED:
+            path = _path_of_layer(
+                module.layer_idx, lapa2, query, key, attention_mask, softcap, s_aux
+            )
+        for hooks in blocks:
+            hooks.paths[module.layer_idx] = path
+        if path == FUSED:
+            assert attention_mask is not None
+            return _attend_spans(
+                module.layer_idx, lapa2, query, key, value, attention_mask, scale, s_aux
+            ), None
+        if lapa2.path == FUSED and _is_one_row(attention_mask, query):
+            assert attention_mask is not None
+            attention_mask = _whole_mask(module.layer_idx, lapa2, query, key, attention_mask)
+    scores = shared_product(query, key.transpose(2, 3)) * scale  # row head query key
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    if attention_mask is not None:
+        scores = scores + attention_mask[..., : scores.shape[3]]
+    for hooks in blocks:
         if hooks.check_sight is not None:
             hooks.check_sight(module.layer_idx, scores, hooks.first)
-    for hooks in lapa2:
+    for hooks in blocks:
         if hooks.edit_scores is not None:
             scores = hooks.edit_scores(module.layer_idx, scores, hooks.first)
     if s_aux is not None:
@@ -157,17 +361,114 @@ def attend(
         scores = torch.cat([scores, sinks], dim=3)
     pattern = scores.softmax(dim=3, dtype=torch.promote_types(scores.dtype, torch.float32))
     pattern = pattern if s_aux is None else pattern[..., :-1]
-    for hooks in lapa2:
+    for hooks in blocks:
         if hooks.read_pattern is not None:
             hooks.read_pattern(module.layer_idx, pattern, hooks.first)
         hooks.state.seen.add(module.layer_idx)
     pattern = pattern.to(query.dtype)
     # row head query d_value -> row query head d_value
     out = shared_product(pattern, value).transpose(1, 2).contiguous()
-    for hooks in lapa2:
+    for hooks in blocks:
         if hooks.edit_output is not None:
             out = hooks.edit_output(module.layer_idx, out, hooks.first)
     return out, pattern
+
+
+def _is_one_row(mask: Tensor | None, query: Tensor) -> bool:
+    """True for the mask of the last query alone (`_last_row_mask`)."""
+    return mask is not None and mask.shape[2] == 1 < query.shape[2]
+
+
+def _path_of_layer(
+    layer: int,
+    this: _Pass,
+    query: Tensor,
+    key: Tensor,
+    mask: Tensor | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> str:
+    """ "fused", or the reason why a layer of a pass that goes without the matrix must form it."""
+    if not _is_one_row(mask, query):
+        return "its mask hides more than later keys, those before a window, and padding"
+    if softcap is not None:
+        return "its scores have a cap"
+    if key.shape[2] < this.n_keys:
+        return "its cache has dropped keys"
+    differentiated = torch.is_grad_enabled() and query.requires_grad
+    if differentiated and (sinks is not None or query.shape[2] < this.n_keys):
+        return "its gradient needs more than the outputs of one kernel"
+    reasons = (hooks.needs_matrix(layer, differentiated) for hooks in this.hooks)
+    return next((reason for reason in reasons if reason), FUSED)
+
+
+def _queries(this: _Pass, query: Tensor) -> range:
+    """The slots of a pass's queries."""
+    return range(this.n_keys - query.shape[2], this.n_keys)
+
+
+def _check_last_row(layer: int, this: _Pass, query: Tensor, mask: Tensor) -> None:
+    """Refuse a layer whose last query sees other keys than its type and the padding say.
+
+    Raises:
+        ModelError: It does.
+    """
+    wanted = this.seen(layer, _queries(this, query)[-1:], query)
+    live = wanted.any(2, keepdim=True)  # a row of padding alone sees nothing
+    if (((mask[:, 0, :, : this.n_keys] == 0) != wanted) & live).any():
+        raise ModelError(
+            f"layer {layer} is of type {this.layer_types[layer]} by the model's configuration, and"
+            " the mask of its last query is another; read it with attn='matrix'"
+        )
+
+
+def _whole_mask(
+    layer: int, this: _Pass, query: Tensor, key: Tensor, mask: Tensor
+) -> Float[Tensor, "row 1 query key"]:
+    """The mask of all queries, in a pass in which the model was given that of the last."""
+    _check_last_row(layer, this, query, mask)
+    seen = this.seen(layer, _queries(this, query), query)
+    seen = pad(seen, (0, key.shape[2] - this.n_keys))[:, None]
+    zero = mask.new_zeros(())
+    return torch.where(seen, zero, torch.finfo(mask.dtype).min)
+
+
+def _attend_spans(
+    layer: int,
+    this: _Pass,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Float[Tensor, "row 1 query=1 key"],
+    scale: float,
+    sinks: Float[Tensor, " head"] | None,
+) -> Float[Tensor, "row query head d_value"]:
+    """The heads' outputs without the matrix."""
+    key, value = key[:, :, : this.n_keys], value[:, :, : this.n_keys]
+    layer_type = this.layer_types[layer]
+    in_part = bool(layer_type.size) and this.n_keys > layer_type.size
+    first_seen = this.first_seen(layer, _queries(this, query), query) if in_part else None
+    scores = SpanScores(query, key, value, scale, this.hidden(), first_seen, sinks)
+    # The model's own mask of the last query.
+    last = shared_product(query[:, :, -1:], key.transpose(2, 3)) * scale
+    last = last + mask[..., : this.n_keys]  # row head query=1 key
+    for hooks in this.hooks:
+        if hooks.check_sight is not None:
+            all_queries = last.expand(-1, -1, query.shape[2], -1)
+            hooks.check_sight(layer, all_queries, hooks.first)
+    _check_last_row(layer, this, query, mask)
+    for hooks in this.hooks:
+        if hooks.edit_spans is not None:
+            hooks.edit_spans(layer, scores)
+    out = scores.outputs().transpose(1, 2).contiguous()
+    for hooks in this.hooks:
+        if hooks.read_spans is not None:
+            hooks.read_spans(layer, scores)
+        hooks.state.seen.add(layer)
+    for hooks in this.hooks:
+        if hooks.edit_output is not None:
+            out = hooks.edit_output(layer, out, hooks.first)
+    return out
 
 
 def shared_product(
@@ -184,5 +485,16 @@ def shared_product(
     return (grouped @ right).view(*left.shape[:3], right.shape[3])
 
 
-AttentionInterface.register(ATTENTION_NAME, attend)
-AttentionMaskInterface.register(ATTENTION_NAME, eager_mask)
+def _last_row_mask(
+    *, q_length: int, q_offset: Any = 0, allow_is_causal_skip: bool = True, **settings: Any
+) -> Tensor:
+    """transformers' mask of the last query alone [row 1 1 key], where those of the others follow
+    from the layer's type and the padding; else the whole mask."""
+    if allow_is_causal_skip:
+        q_length, q_offset = 1, q_offset + q_length - 1
+    return eager_mask(q_length=q_length, q_offset=q_offset, **settings)
+
+
+for name, make_mask in ((ATTENTION_NAME, eager_mask), (FUSED_NAME, _last_row_mask)):
+    AttentionInterface.register(name, attend)
+    AttentionMaskInterface.register(name, make_mask)

@@ -8,13 +8,12 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
 import torch
 from pydantic import BaseModel, ConfigDict
 
-from lapa2_interp._util.errors import LayoutError, ModelError
-from lapa2_interp._util.values import plain
+from lapa2_interp._util.errors import LayoutError, ModelError, unknown_choice
 from lapa2_interp.bias.layer_types import FULL_ATTENTION, LayerType, LayerTypeName
 from lapa2_interp.bias.layout import text_markers
 from lapa2_interp.bias.tokens import require_tokenizer
@@ -31,6 +30,7 @@ from lapa2_interp.models.prepacked import (
     choose_prepacking,
     prepacked,
 )
+from lapa2_interp.models.weights import listed_ends
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 
 Model = Any
 """A TransformerBridge, a HookedTransformer (of transformer-lens 3.9), or a `TransformersModel`."""
+
+Attn = Literal["auto", "matrix", "fused"]
 
 
 class TransformersModel:
@@ -49,8 +51,12 @@ class TransformersModel:
     Args:
         network: A causal language model.
         tokenizer, name: The model's.
+        attn: "fused" reads passes of several queries without the matrix of attention scores,
+            "matrix" forms it, and "auto" decides by their size (`attention_interface`).
 
     Attributes:
+        paths: By layer, what the last such pass under `augmented` did: "fused", or the reason why
+            it formed the matrix.
         static: Decode with steps of a fixed size (`attention.static_rows`): on a GPU as CUDA
             graphs. Set it to True before you generate.
 
@@ -62,7 +68,10 @@ class TransformersModel:
     hook_dict: Mapping[str, Any] = MappingProxyType({})
     static = False
 
-    def __init__(self, network: Any, tokenizer: Any, name: str) -> None:
+    def __init__(self, network: Any, tokenizer: Any, name: str, attn: str = "auto") -> None:
+        if attn not in get_args(Attn):
+            raise ModelError(unknown_choice("attn", attn, get_args(Attn)))
+        self.attn, self.paths = cast("Attn", attn), dict[int, str]()
         if not hasattr(type(network), "set_attn_implementation"):
             raise ModelError(
                 f"TransformersModel(network, tokenizer, name) takes a transformers model; found"
@@ -305,7 +314,7 @@ def plain_network(model: Model) -> Any | None:
     transformers model; None for the others.
 
     Raises:
-        ModelError: It is not a model, or is inside a wrapper.
+        ModelError: The value is not a model, or is inside a wrapper.
     """
     if "_orig_mod" in getattr(model, "_modules", ()):
         raise ModelError(
@@ -418,6 +427,8 @@ class ModelCard(BaseModel):
     prepacking: Prepacking = "none"
     """Linear layers that compute with prepacked weights (`prepacked`), which may decide last bits.
     """
+    attn: str = "matrix"
+    """Attention of prompts: with the matrix of scores, "fused", or which layers differ."""
 
 
 def model_card(model: Model) -> ModelCard:
@@ -427,8 +438,8 @@ def model_card(model: Model) -> ModelCard:
     the weights in memory.
 
     Raises:
-        ModelError: It is not a loaded model, or has no tokenizer; or a fused weight was edited of
-            which a TransformerBridge computes with copies.
+        ModelError: The value is not a loaded model, or has no tokenizer; or a fused weight was
+            edited of which a TransformerBridge computes with copies.
     """
     check_has_tokenizer(model)
     card, values = getattr(model, "lapa2_card", None), fingerprint(network_of(model))
@@ -442,9 +453,9 @@ def model_card(model: Model) -> ModelCard:
         names[values] = hash_weights(model)
     if card.weights != names[values]:
         # Weights that were cast may have no prepacked form.
-        packing = card.prepacking if can_prepack_layers(network_of(model)) else "none"
+        prepacking = card.prepacking if can_prepack_layers(network_of(model)) else "none"
         dtype = str(weights_dtype(model)).removeprefix("torch.")
-        changed = {"weights": names[values], "dtype": dtype, "prepacking": packing}
+        changed = {"weights": names[values], "dtype": dtype, "prepacking": prepacking}
         card = card.model_copy(update=changed)
         model.lapa2_card = card
     return card
@@ -515,7 +526,7 @@ def check_not_quantised(model: Model, what: str) -> None:
         what: The beginning of the error message.
 
     Raises:
-        ModelError: They are quantised, so that their numbers are not those of the layers.
+        ModelError: The layers are quantised, so that their numbers are not those of the layers.
     """
     network: Any = network_of(model)
     quantised = next(
@@ -533,30 +544,13 @@ def check_not_quantised(model: Model, what: str) -> None:
         )
 
 
-def _listed_ends(generation: GenerationConfig | None, name: str) -> tuple[int, ...]:
-    """The end ids of a generation configuration.
-
-    Raises:
-        ModelError: They are no ids.
-    """
-    listed = plain(getattr(generation, "eos_token_id", None))
-    ends = () if listed is None else listed if isinstance(listed, tuple) else (listed,)
-    if not all(type(end) is int for end in ends):
-        raise ModelError(
-            f"generation_config.json of {name}: eos_token_id is {repr(listed)[:80]}; allowed: the"
-            " id of an end token, a list of ids, or null. Mend the file, or set"
-            " generation_config.eos_token_id of the network"
-        )
-    return ends
-
-
 def make_card(
     model: Model,
     name: str,
     weights: str,
     architecture: str | None = None,
     generation: GenerationConfig | None = None,
-    packing: Prepacking | None = None,
+    prepacking: Prepacking | None = None,
 ) -> ModelCard:
     """The card of a model.
 
@@ -565,7 +559,7 @@ def make_card(
         architecture: The transformers class; by default that of the model's configuration.
         generation: The model's generation configuration, whose end ids are added; by default that
             of the network, if it has one.
-        packing: By default `choose_prepacking` of the network.
+        prepacking: By default `choose_prepacking` of the network.
 
     Raises:
         ModelError: The end ids of the generation configuration are no ids.
@@ -573,7 +567,7 @@ def make_card(
     markers = text_markers(model.tokenizer)
     if generation is None:
         generation = getattr(network_of(model), "generation_config", None)
-    ends = {*markers.ends, *_listed_ends(generation, name)}
+    ends = {*markers.ends, *listed_ends(generation, name)}
     # Configurations and tokenizers also name ends that have no logit, so that none is drawn.
     end_ids = tuple(i for i in sorted(ends) if 0 <= i < model.cfg.d_vocab)
     names = map(model.tokenizer.convert_ids_to_tokens, end_ids)
@@ -596,5 +590,5 @@ def make_card(
             f"id {i}" if name is None else name for i, name in zip(end_ids, names, strict=True)
         ),
         layer_types=omit_if_all_full(layer_types(model)),
-        prepacking=choose_prepacking(network_of(model)) if packing is None else packing,
+        prepacking=choose_prepacking(network_of(model)) if prepacking is None else prepacking,
     )

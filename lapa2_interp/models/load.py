@@ -1,5 +1,7 @@
-"""Loading of models by name: the bundled SmolLM2, any Hugging Face causal language model, tiny
-random models, and planted models whose circuit is known.
+"""Loading of models by name.
+
+The bundled SmolLM2, any Hugging Face causal language model, tiny random models, and planted models
+whose circuit is known.
 
 `load_model` returns a TransformerLens model that was checked live (an edit of the attention scores
 moves the logits). Its tokenizer starts plain text with the token of `bias.layout.text_markers`, and
@@ -22,7 +24,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 from unittest import mock
 
 from lapa2_interp._util.errors import ModelError, first_sentence, parameter, unknown_choice
-from lapa2_interp._util.values import numbers_checked
+from lapa2_interp._util.values import Count, numbers_checked
 from lapa2_interp.bias.layout import text_markers
 from lapa2_interp.bias.tokens import without_dropout
 from lapa2_interp.models.blocks import check_no_open_block
@@ -93,8 +95,9 @@ def load_model(
     model_class: str = "TransformerBridge",
     trust_remote_code: bool = False,
     pack: str = "auto",
-    workers: int = 1,
+    workers: Count = 1,
     seed: int | None = None,
+    attn: str = "auto",
 ) -> Model:
     """Load a model, ready for `augmented`.
 
@@ -122,6 +125,7 @@ def load_model(
             (`models.prepacked.choose_prepacking`).
         workers: Processes on this machine that load the model, for pack "auto".
         seed: Seed of a planted model; load_model("planted", seed=3) is load_model("planted:3").
+        attn: As of `TransformersModel`; the other classes always form the matrix.
 
     Returns:
         A model of that class in eval mode, logits equal to transformers'.
@@ -138,11 +142,16 @@ def load_model(
         "TransformerBridge": _make_bridge,
         "HookedTransformer": _make_hooked_transformer,
         "TransformersModel": lambda network, tokenizer, name, *_: TransformersModel(
-            network, tokenizer, name
+            network, tokenizer, name, attn
         ),
     }
     if model_class not in wrap:
         raise ModelError(unknown_choice("model class", model_class, wrap))
+    if attn == "fused" and model_class != "TransformersModel":
+        raise ModelError(
+            f"a {model_class} has hooks on the matrix of scores, so attn is auto or matrix; give"
+            f" {parameter('model_class', 'TransformersModel')} for attn fused"
+        )
     if not isinstance(name, str | Path):
         raise ModelError(
             f"load_model takes a name or a folder, found a {type(name).__name__}; with its"
@@ -190,8 +199,8 @@ def load_model(
     model.cfg.default_prepend_bos = True
     assert_live(model, name)
     _check_same_log_probs(log_probs, wanted, name, model_class, dtype)
-    packing = choose_prepacking(network_of(model), pack, workers)
-    card = make_card(model, name, weights, architecture, network.generation_config, packing)
+    prepacking = choose_prepacking(network_of(model), pack, workers)
+    card = make_card(model, name, weights, architecture, network.generation_config, prepacking)
     attach_card(model, card)
     return model
 

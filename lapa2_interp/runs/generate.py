@@ -23,6 +23,7 @@ from typing import Any
 
 from lapa2_interp._util.errors import Lapa2Error, ModelError, parameter
 from lapa2_interp._util.progress import progress_bar
+from lapa2_interp._util.values import Count
 from lapa2_interp.attention.recorder import trace_bytes
 from lapa2_interp.attention.trace import TraceKind
 from lapa2_interp.generation.cell import Cell
@@ -32,7 +33,6 @@ from lapa2_interp.generation.settings import (
     AugmentationSetting,
     BannedWordsPolicy,
     CellSettings,
-    Count,
     EosPolicy,
     Head,
     PromptFile,
@@ -45,7 +45,7 @@ from lapa2_interp.models.card import Model, model_card
 from lapa2_interp.models.fingerprint import weights_read_once
 from lapa2_interp.models.load import accepts_model_name, load_model, resolve_model
 from lapa2_interp.models.machine import DtypeOrAuto, ModelClass, is_out_of_memory
-from lapa2_interp.runs.estimates import check_affordable, cost, stored_bytes
+from lapa2_interp.runs.estimates import check_affordable, row_tokens_of, stored_bytes
 from lapa2_interp.runs.method_context import ModelContext
 from lapa2_interp.runs.run import Run
 from lapa2_interp.runs.store import FinishedBatch, Listing
@@ -147,7 +147,7 @@ def generate(
 
     Raises:
         Lapa2Error: An unknown name, a value out of range, or values that do not fit together.
-        RunError: It reads over 10^11 tokens, or needs more memory than there is.
+        RunError: The work reads over 10^11 tokens, or needs more memory than there is.
     """
     arguments = locals()  # the parameters have the names of the settings' fields
     fields = python_values({name: arguments[name] for name in CellSettings.model_fields})
@@ -164,7 +164,7 @@ def generate(
         model = load_model(model, first.dtype, device, first.model_class, trust_remote_code, pack)
     # Least time and memory, before the plans, which have an entry for every text: texts and traces
     # are kept in memory.
-    row_tokens = sum(map(cost, cells))
+    row_tokens = sum(map(row_tokens_of, cells))
     size = sum(stored_bytes(cell, model.cfg.n_layers, model.cfg.n_heads) for cell in cells)
     check_affordable(sum(cell.n_texts for cell in cells), row_tokens, size, yes)
     return make_cells(model, cells, announce=announce)

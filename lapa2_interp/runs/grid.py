@@ -1,5 +1,6 @@
-"""Grids: what an experiment runs, as a small TOML file or a built-in, resolved into cells before
-    anything runs.
+"""Grids: what an experiment runs, as a small TOML file or a built-in.
+
+A grid is resolved into cells before anything runs.
 
 A grid is one or more blocks; every key of a block is a value or a list of values, and a list is an
 axis of the product, also one inside a table (`generation.axes.axes_of_table`). `EXAMPLE` shows

@@ -107,8 +107,8 @@ def read_record(folder: Path, number: int, cell: Cell) -> BatchRecord:
     """Facts of a finished batch of a cell.
 
     Raises:
-        DamagedError: They are missing, cannot be read, are of another cell, or count what the cell
-            cannot have.
+        DamagedError: The files are missing, cannot be read, are of another cell, or count what the
+            cell cannot have.
     """
     file = folder / f"{number:03d}.json"
     try:
@@ -325,7 +325,7 @@ def read_cell(folder: Path, key: str) -> Cell:
         folder: The folder of the cell.
 
     Raises:
-        DamagedError: They are missing, or others than were written.
+        DamagedError: The files are missing, or others than were written.
     """
     file = folder / SETTINGS
     try:
@@ -441,7 +441,7 @@ def read_listing(folder: Path) -> Listing:
 
     Raises:
         RunError: There is none, or it is of another version.
-        DamagedError: It is not what was written, or is lost beside cells.
+        DamagedError: The file is not what was written, or is lost beside cells.
     """
     file = folder / LISTING
     if not file.is_file():

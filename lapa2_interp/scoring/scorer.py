@@ -255,7 +255,7 @@ class ScoreCache:
     """Scores on disk, one SQLite file per folder. Values are numbers or reasons, never texts.
 
     Args:
-        folder: It is created if missing; None keeps scores in memory.
+        folder: A folder, which is created if missing; None keeps scores in memory.
     """
 
     def __init__(self, folder: Path | None) -> None:

@@ -1,5 +1,6 @@
-"""Scores of texts as tidy tables: a mean with its interval per cell, and differences from the
-baseline.
+"""Scores of texts as tidy tables.
+
+A mean with its interval per cell, and differences from the baseline.
 
 Texts of one prompt are not independent, so every interval resamples prompts. Every row has its
 scorer and version, and the number of texts without a score with the reasons.
@@ -228,8 +229,8 @@ def paired_change(before: pd.DataFrame, after: pd.DataFrame) -> Difference | Non
 
     Args:
         before, after: Rows of two arms, with columns value and prompt. A column attribute is used
-            if there is one; so is sample, since texts of one number are not independent: they are
-            one text at two lengths, or drawn with the same random numbers.
+            if there is one; so is sample, since texts of one number are not independent: such texts
+            are one text at two lengths, or drawn with the same random numbers.
     """
 
     def labels(name: str) -> tuple[pd.Series, pd.Series] | None:

@@ -81,38 +81,6 @@ def test_calls_of_tools_may_stand_for_a_text():
             Layout.of_chat(tokenizer, messages, span="turn:4")
 
 
-@pytest.mark.parametrize(
-    ("messages", "asked", "problem"),
-    [
-        (CHAT, {"template": {"enable_thinkin": False}}, "unknown argument of the chat template 'enable_thinkin'; .*did you mean 'enable_thinking'"),
-        (CHAT, {"template": {"padding": True}}, "unknown argument of the chat template 'padding'"),
-        (CHAT, {"template": {"tokenize": False}}, "unknown argument of the chat template 'tokenize'"),
-        (CHAT, {"template": {"messages": []}}, "unknown argument of the chat template 'messages'"),
-        (CHAT, {"template": {"m": 1}}, "unknown argument of the chat template 'm'"),
-        (CHAT, {"template": {"tools": ["look_up"]}}, "refuses these messages: Tools should"),
-        (CHAT, {"template": {"documents": ["text"]}}, "refuses these messages: Documents should"),
-        (CHAT, {"span": "reasoning:2"}, "turn 2 has no reasoning; give its message a text 'reasoning_content'"),
-        (CHAT, {"span": "reasoning:9"}, "no turn 9"),
-        (THOUGHT, {"span": "reasoning:2", "template": {"drop": True}}, "does not write the reasoning of message 3 once"),
-        ([{"role": "user", "content": [{"type": "text", "text": "a"}]}], {"span": "turn:1"}, "both of them text .join the texts of parts.; found .*'type'"),
-        ([{"role": "user", "content": None}], {"span": "turn:1"}, "both of them text"),
-        ([{"role": 3, "content": "a"}], {"span": "turn:1"}, "both of them text"),
-    ],
-)  # fmt: skip
-def test_what_a_template_does_not_read_is_refused(messages, asked, problem):
-    with pytest.raises(LayoutError, match=problem):
-        Layout.of_chat(chat_tokenizer(TEMPLATE), messages, **asked)
-
-
-def test_a_template_without_arguments_takes_none():
-    with pytest.raises(
-        LayoutError, match="unknown argument of the chat template 'enable_thinking'"
-    ):
-        Layout.of_chat(chat_tokenizer(), CHAT, template={"enable_thinking": False})
-    with pytest.raises(LayoutError, match="refuses these messages: can only concatenate"):
-        Layout.of_chat(chat_tokenizer("{{ messages[0]['content'] + 1 }}"), CHAT)
-
-
 def test_arguments_on_the_command_line(tmp_path, capsys, monkeypatch):
     model = load("tiny-llama")
     monkeypatch.setattr("lapa2_interp.models.load.load_model", lambda *_, **__: model)

@@ -417,53 +417,6 @@ def test_methods_generate_the_same_with_and_without_hooks(law, method):
         assert np.nanmax(gap) < 1e-6
 
 
-REFUSED = {
-    "alpha of law 'log' should be greater than or equal to 0, found -1": {"alpha": -1},
-    "alpha of law 'cut' should be from 0 to 1, found 1.5": {"alpha": 1.5, "law": "cut"},
-    "needs tau": {"alpha": 1, "law": "ratio"},
-    "tau belongs to the laws target and ratio": {"alpha": 1, "tau": 0.2},
-    "tau: .*less than 1": {"alpha": 1, "law": "target", "tau": 1},
-    "floor belongs to law target": {"alpha": 1, "floor": True},
-    "give .first, stop. with first < stop": {"alpha": 1, "steps": (3, 3)},
-    "positions .1, 1. of the span are not distinct": {"alpha": 1, "span": ("prefix", (1, 1))},
-    "positions within the prefix": {"alpha": 1, "span": ("prefix", ())},
-}
-
-
-@pytest.mark.parametrize("message", REFUSED)
-def test_bad_fields_are_named(message):
-    with pytest.raises(AugmentationError, match=message):
-        Augmentation(**REFUSED[message])
-
-
-def test_what_a_row_cannot_have(tiny):
-    model = load(tiny)
-    layout, raw = branch(model), branch(model, None)
-    target = Augmentation(alpha=1, law="target", tau=0.6)
-    for rules, error, message in [
-        ([target, Augmentation(alpha=1, law="power")], AugmentationError, "solved together"),
-        ([target, target], LayoutError, "overlap"),
-        (
-            [target, Augmentation(alpha=1, law="target", tau=0.5, span="bos")],
-            AugmentationError,
-            "add up to 1.1",
-        ),
-        (
-            [Augmentation(alpha=1, law="cut", span=((0, layout.n_live),))],
-            LayoutError,
-            "sees no key that is not blocked",
-        ),
-        ([Augmentation(alpha=1, span=("prefix", (0, 9)))], LayoutError, "give positions up to 5"),
-    ]:
-        with pytest.raises(error, match=message), augmented(model, [tuple(rules)], layout):
-            pytest.fail("entered")
-    with (
-        pytest.raises(LayoutError, match="a branch without a prefix has no positions"),
-        augmented(model, Augmentation(alpha=1, span=("prefix", (0,))), raw),
-    ):
-        pytest.fail("entered")
-
-
 def test_a_cache_that_keeps_the_augmented_query_is_refused(tiny):
     plain = load(tiny, "float32", "TransformersModel").original_model
     layout = branch(load(tiny))
@@ -512,9 +465,3 @@ def test_cuts_of_different_heads_do_not_add_up():
     ]
     with augmented(model, tuple(cuts), layout):
         model(layout.tensor)
-    same = cuts[1].model_copy(update={"heads": ((0, 0), (1, 0))})
-    with (
-        pytest.raises(LayoutError, match="sees no key that is not blocked"),
-        augmented(model, (cuts[0], same), layout),
-    ):
-        pass

@@ -90,12 +90,6 @@ def test_soft_prefix_row(gpt2_tokenizer):
     assert soft.lengths(np.array([25]), "kv") == [23]
 
 
-def test_a_branch_has_one_prefix(gpt2_tokenizer):
-    for prefix, soft in (("Very positive:", 20), (None, -1)):
-        with pytest.raises(LayoutError, match="one prefix, hard or soft"):
-            Layout.of(gpt2_tokenizer, prefix, "The lake", soft=soft)
-
-
 def test_base_branch_row(gpt2_tokenizer):
     layout = Layout.of(gpt2_tokenizer, None, "The year is 1910.")
     assert layout.l_pre == 0
@@ -112,32 +106,6 @@ def test_llama_rows_count_the_automatic_bos():
     assert doubled.prefix == (2, 5)
     assert doubled.spans("released") == ((0, 4),), "both BOS and all but the last prefix token"
     assert doubled.n("released") == 4
-
-
-def test_doubled_bos_needs_a_tokenizer_that_adds_one(gpt2_tokenizer):
-    with pytest.raises(LayoutError, match="doubled_bos"):
-        Layout.of(gpt2_tokenizer, "Very positive:", "The lake", doubled_bos=True)
-
-
-@pytest.mark.parametrize(
-    ("name", "text"),
-    [
-        ("tiny-gpt2", "<|endoftext|>The lake"),
-        ("tiny-llama", "<s>The lake"),
-        ("tiny-llama", "  <s> The lake"),
-        ("planted", None),
-        ("smollm2-135m", "<|endoftext|>The lake"),
-        ("smollm2-135m", "<|im_start|>user\nThe lake"),
-    ],
-)
-def test_a_text_brings_no_bos_of_its_own(name, text):
-    """It would be the second one, and count in every l."""
-    tokenizer = shared_tokenizer(name)
-    text = text or f"{tokenizer.convert_ids_to_tokens(text_markers(tokenizer).start)} The lake"
-    for prefix, prompt in ((None, text), ("Very", text), (text, "Once"), ("Very ", " " + text)):
-        for doubled in (False, True):
-            with pytest.raises(LayoutError, match=r"begins with '<.*Layout\.of_chat"):
-                Layout.of(tokenizer, prefix, prompt, doubled_bos=doubled)
 
 
 def test_special_tokens_inside_a_text_are_the_users_own():
@@ -291,22 +259,6 @@ def test_trimmed_offsets_do_not_move_the_seam(gpt2_tokenizer):
     assert Layout.of(trimming, "Be kind.", " The lake") == Layout.of(
         gpt2_tokenizer, "Be kind.", " The lake"
     )
-
-
-def test_empty_prefix(gpt2_tokenizer):
-    with pytest.raises(LayoutError, match="prefix '' tokenises to nothing"):
-        Layout.of(gpt2_tokenizer, "", "The lake")
-
-
-def test_empty_prompt(gpt2_tokenizer):
-    with pytest.raises(LayoutError, match="prompt '' tokenises to nothing"):
-        Layout.of(gpt2_tokenizer, "Very positive:", "")
-
-
-def test_span_outside_the_sequence(gpt2_tokenizer):
-    layout = Layout.of(gpt2_tokenizer, "Very positive:", "The lake")
-    with pytest.raises(LayoutError, match=r"span \[2, 9\) lies outside the sequence of 6 keys"):
-        layout.spans(((2, 9),))
 
 
 def test_left_padding_moves_slots_not_lengths(gpt2_tokenizer):
@@ -478,41 +430,9 @@ def test_the_span_of_a_chat_is_its_text_among_the_templates_own_tokens(template,
     assert padded.prefix.start == layout.prefix.start + padded.pad
 
 
-def test_what_a_chat_does_not_have_is_named():
-    tokenizer = chat_tokenizer()
-    for messages, span, problem in [
-        (CHAT[1:], "system", "no system message in front .its roles: user, assistant, user"),
-        (CHAT, "turn:4", "no turn 4; the chat has turns 1 to 3"),
-        (CHAT, "turn:0", "no turn 0"),
-        (CHAT, "phrase:ater", "occurs 2 times"),
-        (CHAT, "phrase:storm", "occurs 0 times"),
-        (CHAT, "phrase:", "occurs 0 times"),
-        (CHAT, "phrase:irate", "begins or ends inside a token; mark whole words"),
-        (CHAT, "user", "should be system, turn:NUMBER, reasoning:NUMBER or phrase:TEXT"),
-        ([], "system", "a chat is a list of messages"),
-        ([{"role": "system"}], "system", "a chat is a list of messages"),
-        (
-            [{"role": "system", "content": " "}, *CHAT[1:]],
-            "system",
-            "message 1 of the chat is empty",
-        ),
-    ]:
-        with pytest.raises(LayoutError, match=problem):
-            Layout.of_chat(tokenizer, messages, span=span)
-    for template, problem in {
-        "{{ raise_exception('no system role') }}": "refuses these messages: no system role",
-        "{% for m in messages %}{{ m['content'] }}{{ m['content'] }}{% endfor %}": "once and unchanged",
-        "{% for m in messages %}{{ m['content'] | upper }}{% endfor %}": "once and unchanged",
-        "{{ messages[-1]['content'] }}": "once and unchanged",
-    }.items():
-        with pytest.raises(LayoutError, match=problem):
-            Layout.of_chat(chat_tokenizer(template), CHAT)
+def test_a_template_may_write_no_bos():
     bare = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
-    with pytest.raises(LayoutError, match="no text follows .*add_generation_prompt=True"):
-        Layout.of_chat(chat_tokenizer(bare), CHAT, span="turn:3")
     assert Layout.of_chat(chat_tokenizer(bare), CHAT).n_bos == 0
-    with pytest.raises(LayoutError, match="no chat template"):
-        Layout.of_chat(shared_tokenizer("tiny-gpt2"), CHAT)
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from lapa2_interp import Augmentation, Layout, PaddedRows, augmented, load_model
-from lapa2_interp._util.errors import LayoutError
 from lapa2_interp.bias.layout import left_pad
 from lapa2_interp.models.load import load_tokenizer
 
@@ -51,11 +50,6 @@ def test_soft_slots_are_live_and_have_no_ids(tokenizer):
     assert rows.positions[:, -1].tolist() == [
         first + len(layout.ids) - 1 for first, layout in zip([3, 0, 0], alone, strict=True)
     ]
-
-
-def test_no_rows_are_an_error():
-    with pytest.raises(LayoutError, match="found no layout; give one for each row"):
-        PaddedRows.of([])
 
 
 @torch.no_grad()

@@ -82,11 +82,6 @@ def test_a_flat_or_rising_curve_does_not_converge():
     assert np.isnan(fit_decay(t, 0.13 + np.random.default_rng(2).normal(0, 0.01, 50)).c)
 
 
-def test_too_few_steps():
-    with pytest.raises(ValueError, match="at least 3 steps, found 2"):
-        fit_decay(np.arange(2), np.array([0.2, 0.1]))
-
-
 # --- finite l, limits and bounds
 
 
@@ -158,10 +153,6 @@ def test_slopes_by_hand():
     y = np.stack([2 * x + 1, -x, [0, 1, np.inf, 3]])
     assert fit_slopes(x, y) == pytest.approx([2, -1, np.nan], nan_ok=True)
     assert fit_slopes(np.stack([x, 2 * x, x]), y) == pytest.approx([2, -0.5, np.nan], nan_ok=True)
-    with pytest.raises(ValueError, match="at least 3 steps, found 2"):
-        fit_slopes(x[:2], y[:, :2])
-    with pytest.raises(ValueError, match="different lengths, found 4 times 1"):
-        fit_slopes(np.ones(4), y)
 
 
 def test_log_odds():

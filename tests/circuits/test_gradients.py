@@ -2,7 +2,6 @@
 closed form."""
 
 import math
-from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -12,7 +11,7 @@ from conftest import hooks_left, load, soft_prefix
 from test_circuits import WORDS, contrast_set, examples_of, planted_contrast_set
 
 from lapa2_interp import Augmentation, Layout, load_model
-from lapa2_interp._util.errors import CircuitError, ModelError
+from lapa2_interp._util.errors import CircuitError
 from lapa2_interp.bias.layout import Span
 from lapa2_interp.circuits.contrast_set import ContrastSet
 from lapa2_interp.circuits.control import control_score
@@ -25,7 +24,7 @@ from lapa2_interp.circuits.gradients import (
 )
 from lapa2_interp.circuits.knockout import knock_out
 from lapa2_interp.circuits.metrics import lex
-from lapa2_interp.circuits.units import Unit, all_heads
+from lapa2_interp.circuits.units import all_heads
 from lapa2_interp.models.liveness import HOOK_PATTERN, HOOK_SCORES
 from lapa2_interp.models.planted import answer_key
 
@@ -488,74 +487,3 @@ def test_the_rest_of_a_pattern_is_its_softmax():
     cut = cut_pattern(pattern, span)
     assert (cut - rest)[0, 1].abs().max() < 1e-12
     assert pattern.sum(-1).min() < 0.9 or pattern.sum(-1)[0, 1].min() < 0.9
-
-
-def test_what_has_no_gradient_is_refused():
-    model = load("tiny-gpt2")
-    examples = examples_of(model, n=3)
-    with pytest.raises(
-        CircuitError, match="TransformerBridge, and this is a TransformersModel; load"
-    ):
-        attribution(load("tiny-gpt2", model_class="TransformersModel"), examples)
-    with pytest.raises(ModelError, match="a object is no model of TransformerLens"):
-        attribution(object(), examples)
-    with pytest.raises(CircuitError, match='bfloat16 .*float32, float64.*dtype="float32"'):
-        attribution(load("tiny-gpt2", "bfloat16"), examples)
-    with pytest.raises(CircuitError, match="phase 'predicting_only'.*last_query"):
-        attribution(model, examples, augmentation=Augmentation(alpha=1, phase="predicting_only"))
-    with pytest.raises(CircuitError, match="unknown metric 'jz'; allowed: llr, js"):
-        attribution(model, examples, metric="jz")
-    with pytest.raises(CircuitError, match="one metric at a time; found 2 metrics: a, b"):
-        attribution(model, examples, metric=dict.fromkeys("ab", lex))
-    with pytest.raises(CircuitError, match="metric 'hit' has no gradient"):
-        attribution(
-            model,
-            examples,
-            metric={"hit": lambda predictions: predictions.logits[0].argmax(2).float()},
-        )
-    with pytest.raises(CircuitError, match="needs the words"):
-        attribution(model, examples, metric="lex")
-    bare = [
-        ContrastExample(example.prompt, example.attributes, example.layouts, example.text)
-        for example in examples
-    ]
-    with pytest.raises(CircuitError, match="an example has no raw layout.*other than from_raw"):
-        attribution(model, bare, metric="from_raw")
-
-
-def test_other_mistakes_are_refused():
-    model = load("tiny-gpt2")
-    asked = contrast_set(model, n=3)
-    estimates = attribution(model, asked)
-    over = {"a": [[0, 1]]}
-    with pytest.raises(CircuitError, match="single heads.*found 'both'"):
-        prefilter_recall(
-            estimates, knock_out(model, asked, over={"both": [[0, 0], [0, 1]]}, other_metrics=())
-        )
-    with pytest.raises(CircuitError, match="of metric 'js', the knock-outs of 'lex'"):
-        prefilter_recall(
-            estimates, knock_out(model, asked, over=over, metric="lex", other_metrics=())
-        )
-    with pytest.raises(CircuitError, match="of other texts"):
-        prefilter_recall(
-            estimates, knock_out(model, contrast_set(model, n=2), over=over, other_metrics=())
-        )
-    with pytest.raises(CircuitError, match="single heads; found '0.0.1'"):
-        prefilter_recall(
-            estimates,
-            knock_out(
-                model,
-                asked,
-                units=[Unit({"l": 0, "h": 0, "p": 1}, ((0, 0),), (1,))],
-                other_metrics=(),
-            ),
-        )
-    shallow = replace(
-        estimates, cut_hats=estimates.cut_hats[:, :, :1], slopes=estimates.slopes[:, :, :1]
-    )
-    with pytest.raises(
-        CircuitError, match=r"head \(0, 1\); the attribution has layers 0-3, heads 0-0"
-    ):
-        prefilter_recall(shallow, knock_out(model, asked, over=over, other_metrics=()))
-    with pytest.raises(CircuitError, match="at least one head to keep; found n=0"):
-        prefilter_recall(estimates, knock_out(model, asked, over=over, other_metrics=()), n=0)

@@ -4,10 +4,9 @@ import numpy as np
 import pytest
 import torch
 from conftest import load, soft_prefix
-from test_circuits import WORDS, contrast_set, examples_of, planted_contrast_set
+from test_circuits import WORDS, contrast_set, planted_contrast_set
 
 from lapa2_interp import Augmentation, Layout, load_model
-from lapa2_interp._util.errors import CircuitError
 from lapa2_interp.circuits.contrast_set import ContrastSet
 from lapa2_interp.circuits.examples import ContrastExample
 from lapa2_interp.circuits.knockout import knock_out
@@ -143,40 +142,3 @@ def test_soft_prefixes_and_an_augmentation():
     for direct in (plain, boosted):
         assert gap(direct) < 1e-4
     assert boosted.mass[..., 0].mean() > plain.mass[..., 0].mean()
-
-
-def test_what_cannot_be_attributed_is_refused():
-    plain = load("tiny-gpt2", "float32", "TransformersModel")
-    with pytest.raises(
-        CircuitError, match="heads write is read through hooks of a TransformerBridge"
-    ):
-        head_logit_attribution(plain, examples_of(plain))
-    model = load("tiny-gpt2")
-    with pytest.raises(CircuitError, match="give words"):
-        head_logit_attribution(model, examples_of(model))
-
-    def doubled(tensor, hook):
-        return 2 * tensor
-
-    with (
-        model.hooks(fwd_hooks=[("blocks.2.hook_out", doubled)]),
-        pytest.raises(CircuitError, match="residual stream .*would not sum"),
-    ):
-        head_logit_attribution(model, contrast_set(model))
-
-
-@pytest.mark.parametrize(
-    ("phase", "message"),
-    [
-        (
-            "predicting_only",
-            "under phase 'predicting_only' prefix and text are not read in one pass",
-        ),
-        ("everywhere", "acts on queries inside it .phase 'everywhere'"),
-    ],
-)
-def test_phases_of_several_passes_are_refused(phase, message):
-    with pytest.raises(CircuitError, match=message):
-        head_logit_attribution(
-            load("planted"), "sentiment", augmentation=Augmentation(alpha=1, phase=phase)
-        )

@@ -168,30 +168,3 @@ def test_a_selection_carries_it_to_generate(tmp_path):
         assert main(made) == 0
         (cell,) = load_run(out).by_key.values()
         assert cell.parameters["pro_aug"] is expected
-
-
-@pytest.mark.parametrize(
-    ("method", "settings", "message"),
-    [
-        ("prefix", {}, "prefix has no raw branch with a switch pro_aug.* air-decoding"),
-        ("palette", {}, "palette has no raw branch with a switch pro_aug"),
-        ("air-decoding", {"prompts": ["The lake"]}, "1 prompts are too few to decide by"),
-        ("air-decoding", {"prompts": ["The lake"] * 8}, "1 prompts are too few to decide by"),
-        ("air-decoding", {"prompts": "The lake"}, "1 prompts are too few to decide by"),
-        ("air-decoding", {"heads": ()}, "are none, or not all of this model; give .* up to .1, 3"),
-        ("air-decoding", {"heads": ((-1, 0),)}, "takes pairs of numbers from 0"),
-        ("air-decoding", {"texts": {}}, "texts has none for the prompt"),
-        (
-            "air-decoding",
-            {"prompts": PROMPTS, "texts": {prompt: [[3], [3, 4]] for prompt in PROMPTS}},
-            "have .1, 2. tokens; those of a prompt need one length",
-        ),
-        ("air-decoding", {"metric": "from_raw"}, "which the bias changes; use js"),
-    ],
-)
-def test_errors(method, settings, message):
-    with pytest.raises(CircuitError, match=message):
-        prompt_slope(load("planted"), "sentiment", method, **settings)
-    with pytest.raises(CircuitError, match="give select a task, or leave out pro_aug"):
-        examples = ContrastSet.of(load("planted"), "sentiment", tokens=2).examples
-        select(load("planted"), examples, pro_aug=method)

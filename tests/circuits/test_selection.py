@@ -12,7 +12,6 @@ from lapa2_interp import Layout, load_run
 from lapa2_interp._util.errors import AugmentationError, CircuitError
 from lapa2_interp.bias.augmentation import active_augmentations
 from lapa2_interp.circuits.contrast_set import ContrastSet
-from lapa2_interp.circuits.examples import ContrastExample
 from lapa2_interp.circuits.gradients import attribution
 from lapa2_interp.circuits.knockout import knock_out
 from lapa2_interp.circuits.selection import Selection, choose_units, select, sufficient_tokens
@@ -155,29 +154,6 @@ def test_tokens_that_are_given(contrast_set):
     assert every.positions is None
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"score": "cat"}, "unknown score 'cat'; allowed: cut"),
-        ({"heads": -1}, "heads must be at least 1, or 0 for all"),
-        ({"file": "cuts"}, "finished knock-outs, and the score random makes none; leave out"),
-        (
-            {"positions": "first"},
-            "positions: takes 'all', 'auto', or positions from 0.* found 'first'",
-        ),
-        ({"positions": (7,)}, "positions .7,. are not within a prefix of 3 tokens"),
-    ],
-)
-def test_errors(settings, message):
-    with pytest.raises(CircuitError, match=message):
-        select(load("planted"), "sentiment", **({"score": "random"} | settings))
-
-
-def test_few_prompts_choose_nothing(contrast_set):
-    with pytest.raises(CircuitError, match="1 prompts are too few to choose by; give at least 8"):
-        select(load("planted"), replace(contrast_set, examples=contrast_set.examples[:1]))
-
-
 def test_a_card_names_the_metric_that_was_used(contrast_set, chosen):
     """Scores that need no control say none, unless tokens or Pro-Aug are chosen by it."""
     model, few = load("planted"), replace(contrast_set, examples=contrast_set.examples[:8])
@@ -193,26 +169,7 @@ def test_a_card_names_the_metric_that_was_used(contrast_set, chosen):
     assert chosen.metric == "lex"
 
 
-def test_all_heads_are_taken_without_a_file(contrast_set, tmp_path):
-    with pytest.raises(CircuitError, match="all heads .0. are taken without any; leave out"):
-        select(load("planted"), contrast_set, heads=0, file=tmp_path / "cuts")
-
-
-def test_a_model_without_control_selects_no_head():
-    """The same prefix in both branches: nothing to choose."""
-    model = load("planted")
-    prompts = ContrastSet.of(model, "sentiment", tokens=4).prompts
-    same = [
-        ContrastExample.of(model.tokenizer, {"one": "Very positive:", "two": "Very positive:"}, " " + prompt, " the a")
-        for prompt in prompts
-    ]  # fmt: skip
-    with pytest.raises(CircuitError, match="no head has a cut score whose interval lies above 0"):
-        select(model, same)
-
-
 def test_damaged_files(tmp_path):
-    with pytest.raises(CircuitError, match="cannot read .*none.json"):
-        Selection.load(tmp_path / "none.json")
     (tmp_path / "bad.json").write_text('{"heads": []}')
     with pytest.raises(CircuitError, match=r"is not a selection .*`lapa2 select` makes one"):
         Selection.load(tmp_path / "bad.json")

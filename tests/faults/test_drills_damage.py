@@ -1,5 +1,6 @@
 """Drills of damage: each kind of stored file is cut, changed by a bit, emptied, replaced by a folder,
-and removed. `make drills`.
+and removed. `make drills`. Settings and batches of cells: `tests/runs/test_sweep.py` and
+`tests/runs/test_engines.py`.
 
 What reads it then ends in one line with exit code 2, and what made it makes it again.
 """
@@ -58,7 +59,6 @@ class Stored:
         again: The command that makes it again; None where no command does.
         harms: Those that `read` must refuse.
         mended: Those that `again` mends; after the others the file is removed first.
-        left_out: Those of which `read` only says that the cell is not finished.
     """
 
     file: str
@@ -66,11 +66,9 @@ class Stored:
     again: str | None = None
     harms: tuple[str, ...] = HARMS
     mended: tuple[str, ...] = HARMS
-    left_out: tuple[str, ...] = ()
 
 
 SWEEPS = SWEEP.replace("{out}", "{home}/run")
-SCORES = "score {home}/run --scorers distinct --cache {home}/cache --out {home}/scores"
 TRAINS = LINES["prefix train"].replace("{out}", "{home}/out")
 CHECKS = "score {home}/reviews.jsonl --attribute positive --scorers accuracy={home}/scorer/sentiment.npz --cache {home}/cache"
 SELECTS = (
@@ -79,12 +77,9 @@ SELECTS = (
 )
 EVALUATES = LINES["prefix evaluate"]
 NOT_GONE = (TRUNCATED, BIT, EMPTY, FOLDER)
-NOT_A_FOLDER = (TRUNCATED, BIT, EMPTY, REMOVED)
 NOT_A_BIT = (TRUNCATED, EMPTY, FOLDER, REMOVED)
 KINDS = {
     "run.json": Stored("run/run.json", "runs {home}/run", SWEEPS, mended=(REMOVED,)),
-    "a cell's settings": Stored("run/cells/*/cell.json", SCORES, SWEEPS, mended=NOT_A_FOLDER),
-    "record of a batch": Stored("run/cells/*/001.json", SCORES, SWEEPS, left_out=HARMS),
     "a soft prefix's card": Stored("set/positive.json", EVALUATES, None, NOT_GONE),
     "a soft prefix": Stored("set/positive.safetensors", EVALUATES, None, (TRUNCATED, BIT, EMPTY)),
     "a scorer's card": Stored("scorer/sentiment.json", CHECKS),
@@ -145,14 +140,10 @@ def test_damage(kind, furnished, tmp_path, run, record_property):
         file = min(home.glob(stored.file))
         harm(file, how)
         code, said = run(stored.read, home)
-        if how in stored.left_out:
-            assert code == 0, (how, said)
-            assert "1 of 2 cells not finished, or damaged" in said[0], (how, said)
-        else:
-            assert code == 2, (how, said)
-            [line] = lapa2_lines("\n".join(said))
-            assert line == said[-1], (how, said)
-            assert file.name in line or file.parent.name in line, (how, said)
+        assert code == 2, (how, said)
+        [line] = lapa2_lines("\n".join(said))
+        assert line == said[-1], (how, said)
+        assert file.name in line or file.parent.name in line, (how, said)
         if stored.again:
             if how not in stored.mended:
                 remove_path(file)

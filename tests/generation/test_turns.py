@@ -97,14 +97,6 @@ def test_a_turn_read_again_is_a_chat_of_its_own(chatting):
             )
 
 
-def rows_of_equal_ids(read_again, keeping, turn):
-    return [
-        i
-        for i in read_again.index[read_again["turn"] == turn]
-        if list(read_again["context"][i]) == list(keeping["context"][i])
-    ]
-
-
 @pytest.mark.parametrize(
     ("rule", "is_equal"),
     [
@@ -122,13 +114,14 @@ def test_kept_turns_are_those_read_again_where_ids_and_biases_are_equal(chatting
     scripts = [f"{letter}?\nAnd snow?\nWho?" for letter in "abcdefghijklmnopqrst"]
     task = script_task(scripts)
     settings = {"length": 2, "top_k": 60}
-    (again, of_again), (keeping, of_keeping) = (
+    (again, of_again), (cached, of_cached) = (
         answers(chatting, task, rule, parameters=parameters, **settings)
         for parameters in ({}, KEPT)
     )
     first = again["turn"] == 1
-    assert again["tokens"][first].tolist() == keeping["tokens"][first].tolist()
-    same = rows_of_equal_ids(again, keeping, 2)
+    assert again["tokens"][first].tolist() == cached["tokens"][first].tolist()
+    second = again.index[again["turn"] == 2]
+    same = [i for i in second if list(again["context"][i]) == list(cached["context"][i])]
     canonical = [
         i + 1
         for i, row in again[first].iterrows()
@@ -137,10 +130,10 @@ def test_kept_turns_are_those_read_again_where_ids_and_biases_are_equal(chatting
     ]
     assert same == canonical
     assert 0 < len(same) < len(scripts), "both kinds are tried"
-    difference = np.abs(sums_of(of_again)[:, 0, same] - sums_of(of_keeping)[:, 0, same]).max()
+    difference = np.abs(sums_of(of_again)[:, 0, same] - sums_of(of_cached)[:, 0, same]).max()
     assert (difference < 1e-6) == is_equal
     if is_equal:
-        assert [again["tokens"][i] for i in same] == [keeping["tokens"][i] for i in same]
+        assert [again["tokens"][i] for i in same] == [cached["tokens"][i] for i in same]
 
 
 def one_pass(model, row, rows, rule):
@@ -188,6 +181,23 @@ def test_kept_answers_are_drawn_from_one_pass_over_the_chat(chatting, monkeypatc
         )
 
 
+def test_a_turn_may_add_one_token(chatting, monkeypatch):
+    """After an answer that ended at once; nothing is read before the prompt pass."""
+    chatting.tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    card = model_card(chatting).model_copy(update={"end_ids": tuple(range(258))})
+    monkeypatch.setattr(chatting, "lapa2_card", card)
+    form = [FORM[0], {"role": "user", "content": "Why?"}]
+    asked = {"parameters": KEPT, "eos": "stop", "rule": LAST, "top_k": 1}
+    samples, _ = answers(chatting, chat_task(form, later=["?", "!"]), **asked)
+    assert samples["finish"].tolist() == ["end"] * 3
+    assert list(map(chatting.tokenizer.decode, samples["context"])) == [
+        "Be brief.Why?", "Be brief.Why??", "Be brief.Why??!",
+    ]  # fmt: skip
+    for i, row in samples.iterrows():
+        logits = one_pass(chatting, row, samples.loc[:i], LAST)
+        assert logits.argmax(1).tolist() == list(row["tokens"])
+
+
 def test_a_phrase_that_an_answer_repeats_is_that_of_the_first_messages(chatting):
     form = [{"role": "user", "content": "Say rain."}]
     task = chat_task(form, "phrase:rain", later=["Why rain?"])
@@ -198,8 +208,8 @@ def test_a_phrase_that_an_answer_repeats_is_that_of_the_first_messages(chatting)
 
 
 def test_templates_that_write_earlier_turns_otherwise_can_only_be_read_again(chatting):
-    closing = "{% if not loop.last %}~{% endif %}{{ m['content'] }}"
-    chatting.tokenizer.chat_template = TEMPLATE.replace("{{ m['content'] }}", closing)
+    marked = "{% if not loop.last %}~{% endif %}{{ m['content'] }}"
+    chatting.tokenizer.chat_template = TEMPLATE.replace("{{ m['content'] }}", marked)
     assert len(answers(chatting)[0]) == 9
     with pytest.raises(LayoutError, match="writes earlier turns otherwise .* leave out keep_turns"):
         answers(chatting, parameters=KEPT)
@@ -248,7 +258,7 @@ def test_pages_and_sheets_take_a_chat_of_several_turns(chatting, tmp_path):
     shown = view(run, prompt=SCRIPTS[1], model=chatting)
     first = run.samples().query("prompt == @SCRIPTS[1] and turn == 1")
     assert [arm.tokens for arm in shown.text.arms] == [*map(tuple, first["tokens"])]
-    assert len(make_sheets(run.samples(), tmp_path, n=6)) == 6
+    assert len(make_sheets(run.samples(), tmp_path / "sheets", n_texts=6)) == 6
     table = run.steps()
     assert table.groupby(["arm", "turn"]).ngroups == 6
     assert run.attention(arm="baseline").n_untraced == 0
@@ -306,7 +316,7 @@ def test_a_sweep_that_is_killed_between_turns_gives_the_same_bytes(chatting, tmp
         if name == "_read_again":
             assert load_run(tmp_path / "stopped").cells["state"].tolist() == ["missing"] * 2
     make(tmp_path / "stopped")
-    unbroken, stopped = (
+    undisturbed, stopped = (
         {
             str(file.relative_to(tmp_path / name)): file.read_bytes()
             for suffix in ("*.parquet", "*.nc")
@@ -314,8 +324,8 @@ def test_a_sweep_that_is_killed_between_turns_gives_the_same_bytes(chatting, tmp
         }
         for name in ("whole", "stopped")
     )
-    assert len(unbroken) == 8
-    assert unbroken == stopped
+    assert len(undisturbed) == 8
+    assert undisturbed == stopped
     run = load_run(tmp_path / "whole")
     assert [*run.cells["variant"].str.contains("keep_turns=True")] == [False, True]
     # Tables have the turn.

@@ -16,7 +16,6 @@ from lapa2_interp import (
 )
 from lapa2_interp._util.errors import (
     AugmentationError,
-    DataError,
     MethodError,
 )
 from lapa2_interp.attention.cache import RecomputedRows
@@ -289,45 +288,16 @@ def test_an_empty_centre_is_the_raw_model(words_model, word_file):
     assert mine.samples["tokens"].tolist() == raw.samples["tokens"].tolist()
 
 
-def test_freectrl_refuses(words_model, word_file, tmp_path):
-    task = load_task("sentiment")
-
-    def generate_one(method, **more):
-        return generate(words_model, method, task, "positive", ["The lake"], length=8, **more)
-
-    with pytest.raises(
-        MethodError,
-        match=r"none of 3 words for 'positive' is one token and nearer .* lower noise=",
-    ):
-        generate_one(methods.get("freectrl", words=word_file, noise=1e9))
-    with pytest.raises(
-        AugmentationError, match="freectrl has no prefix for an augmentation to act on"
-    ):
-        generate_one(freectrl(word_file), augmentation=Augmentation(alpha=0.5))
-    for text, message in (
-        (
-            {"words": {"positive": ["a"], "negative": []}},
-            "the word list has no words for 'negative'; it has positive, negative; make",
-        ),
-        ({"words": {"joy": ["a"]}}, "no words for 'positive'; it has joy"),
-    ):
-        (tmp_path / "w.json").write_text(json.dumps(text))
-        with pytest.raises(MethodError, match=message):
-            methods.get("freectrl", words=str(tmp_path / "w.json")).branches(task, "positive")
-    for content, message in (
-        ("{", "is not a word list"),
-        ('{"word": {}}', "there is no such field"),
-    ):
-        (tmp_path / "w.json").write_text(content)
-        with pytest.raises(DataError, match=message):
-            methods.get("freectrl", words=str(tmp_path / "w.json")).branches(task, "positive")
-    with pytest.raises(
-        DataError,
-        match=r"cannot read nowhere.json; `lapa2 word-lists --task sentiment --data CORPUS --out FILE`",
-    ):
-        methods.get("freectrl", words="nowhere.json").branches(task, "positive")
-    with pytest.raises(DataError, match="the package has no words for task 'detox'"):
-        methods.get("freectrl").branches(load_task("detox"), "nontoxic")
+def test_freectrl_refuses_noise_that_leaves_no_word_and_an_augmentation(words_model, word_file):
+    asked = load_task("sentiment"), "positive", ["The lake"]
+    message = r"none of 3 words for 'positive' is one token and nearer .* lower noise="
+    with pytest.raises(MethodError, match=message):
+        noisy = methods.get("freectrl", words=word_file, noise=1e9)
+        generate(words_model, noisy, *asked, length=8)
+    message = "freectrl has no prefix for an augmentation to act on"
+    with pytest.raises(AugmentationError, match=message):
+        rule = Augmentation(alpha=0.5)
+        generate(words_model, freectrl(word_file), *asked, length=8, augmentation=rule)
 
 
 def test_freectrls_keywords(words_model, tmp_path):

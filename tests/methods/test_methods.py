@@ -9,14 +9,11 @@ import torch
 from conftest import generate, load, real_once, soft_set
 
 from lapa2_interp import Augmentation
-from lapa2_interp._util.errors import MethodError
-from lapa2_interp.generation.resolve import cell_of
 from lapa2_interp.generation.sampling import draw
 from lapa2_interp.methods import load_task
 from lapa2_interp.methods import registry as methods
 from lapa2_interp.methods.base import FLOOR
 from lapa2_interp.models import model_card
-from lapa2_interp.tasks.task import MethodSettings
 
 STEPS = 3
 TOKENS = [3, 1, 4]
@@ -239,14 +236,6 @@ def test_palette(names, strengths):
             assert combined[sample] == pytest.approx(unit(np.exp(z)), abs=1e-12)
 
 
-def test_a_text_of_a_task_does_not_replace_the_raw_model():
-    task = load_task("sentiment")
-    texts = {"positive": {"main": "A happy text.", "base": "Another."}}
-    reworded = task.model_copy(update={"methods": {"palette": MethodSettings(texts=texts)}})
-    with pytest.raises(MethodError, match="two branches 'base' for 'positive'"):
-        cell_of("tiny-gpt2", method="palette", task=reworded, attribute="positive")
-
-
 def test_palettes_complementary_strength_cancels():
     steps = distributions("base", "main", "positive", "fluency")
     weak, strong = (run(methods.get("palette", s_comp=s), steps) for s in (0.1, 1.0))
@@ -388,44 +377,6 @@ def test_stacked_samples_equal_single_ones(name, branches):
         alone = [{c: rows[[sample, sample]] for c, rows in p.items()} for p in steps]
         single = np.array(run(method, alone))[:, 0]
         assert np.allclose(single, together[:, sample], rtol=1e-12, atol=0)
-
-
-@pytest.mark.parametrize(
-    ("name", "log_probs", "message"),
-    [
-        (
-            "air-decoding",
-            {"base": (1, 4), "targt": (1, 4)},
-            "needs the branches base, target and 1 more; found base, targt",
-        ),
-        (
-            "air-decoding",
-            {"base": (1, 4), "target": (1, 4)},
-            "needs the branches base, target and 1 more",
-        ),
-        ("con-prefix", {"base": (1, 4)}, "needs the branches target; found base"),
-        (
-            "preadd",
-            {"base": (1, 4), "prefix": (3, 4)},
-            r"\[sample, vocab\] of one shape; found .*\(3, 4\)",
-        ),
-        ("palette", {"main": (1, 4)}, "needs the branches base; found main"),
-        ("rose", {"base": (1, 4)}, "needs the branches target and 1 more; found base"),
-        ("gedi", {"base": (1, 4), "target": (1, 4)}, "needs the branches base, target and 1 more"),
-        ("rsa-control", {"target": (1, 4)}, "needs the branches base, target and 1 more"),
-        (
-            "dexperts",
-            {"base": (1, 4), "target": (1, 4), "b": (2, 4)},
-            r"\[sample, vocab\] of one shape",
-        ),
-        ("arithmetic", {"base": (1, 4)}, "needs the branches target, opponents; found base"),
-    ],
-)
-def test_log_probs_of_the_wrong_form(name, log_probs, message):
-    with pytest.raises(MethodError, match=message):
-        methods.get(name).combine(
-            {branch: torch.zeros(shape) - 1 for branch, shape in log_probs.items()}, None
-        )
 
 
 @pytest.mark.parametrize("name", ["preadd", "air-decoding", "palette"])

@@ -7,7 +7,7 @@ import pytest
 from lapa2_interp import (
     Augmentation,
 )
-from lapa2_interp._util.errors import MethodError, TaskError
+from lapa2_interp._util.errors import MethodError
 from lapa2_interp.methods import registry as methods
 from lapa2_interp.methods.registry import assign_augmentations, load_task
 
@@ -87,37 +87,6 @@ def test_texts_of_the_paper():
     ]
 
 
-@pytest.mark.parametrize(
-    ("name", "parameters", "message"),
-    [
-        ("prefx", {}, "unknown method 'prefx'; allowed: none, prefix, .*did you mean 'prefix'"),
-        ("none", {"omega": 3}, "method 'none': unknown field 'omega'; allowed: pro_aug"),
-        ("prefix", {"omega": 3}, "method 'prefix': unknown field 'omega'; allowed: prefixes"),
-        ("air-decoding", {"omga": 3}, "unknown field 'omga'; allowed: .*did you mean 'omega'"),
-        (
-            "air-decoding",
-            {"omega": -1},
-            "omega: input should be greater than or equal to 0, found -1",
-        ),
-        ("air-decoding", {"omega": float("inf")}, "omega: input should be a finite number"),
-        (
-            "air-decoding",
-            {"numerics": "half"},
-            "numerics: input should be 'log' or 'released', found 'half'",
-        ),
-        ("preadd", {"lam": float("nan")}, "lam: input should be a finite number"),
-        (
-            "con-prefix",
-            {"form": "hard"},
-            "form: input should be 'soft' or 'hard-contrast', found 'hard'",
-        ),
-    ],
-)
-def test_bad_parameters(name, parameters, message):
-    with pytest.raises(MethodError, match=message):
-        methods.get(name, **parameters)
-
-
 def test_unknown_parameters_of_a_method_of_ones_own(tmp_path, monkeypatch):
     (tmp_path / "own_methods.py").write_text(
         "from dataclasses import dataclass\nfrom lapa2_interp.methods.prefix import"
@@ -128,26 +97,6 @@ def test_unknown_parameters_of_a_method_of_ones_own(tmp_path, monkeypatch):
     assert methods.get("own_methods:Own", share=1).share == 1
     with pytest.raises(MethodError, match="unknown field 'shar'; allowed: .*share"):
         methods.get("own_methods:Own", shar=1)
-
-
-def test_methods_refuse_tasks_they_cannot_serve(tmp_path):
-    topic, detox = load_task("topic"), load_task("detox")
-    with pytest.raises(MethodError, match="task 'topic' has no palette text for 'world'"):
-        methods.get("palette").branches(topic, "world")
-    with pytest.raises(
-        MethodError, match=r"lam=-1 moves away from its prefix, and 'Very toxic:' is 'toxic' itself"
-    ):
-        methods.get("preadd").branches(detox, "toxic")
-    for name in ("air-decoding", "con-prefix", "preadd", "palette", "prefix"):
-        with pytest.raises(TaskError, match="unknown attribute 'joyful'"):
-            methods.get(name).branches(topic, "joyful")
-    (tmp_path / "mood.toml").write_text(
-        '[attributes.calm]\nprefix = "Very calm:"\n[prompts]\ntexts = ["The sea"]\n'
-    )
-    with pytest.raises(
-        TaskError, match="has one attribute, 'calm'; a method with classes needs a second"
-    ):
-        methods.get("air-decoding").branches(load_task(str(tmp_path / "mood.toml")), "calm")
 
 
 def test_no_method_is_shown_with_the_name_of_a_model():

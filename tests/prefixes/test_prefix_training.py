@@ -12,7 +12,7 @@ from conftest import load
 from scipy.stats import t
 from torch.nn.functional import cross_entropy
 
-from lapa2_interp._util.errors import DataError, PrefixError
+from lapa2_interp._util.errors import PrefixError
 from lapa2_interp._util.progress import hidden_bar
 from lapa2_interp.methods import load_task
 from lapa2_interp.models.load import load_transformers, shared_tokenizer
@@ -601,14 +601,6 @@ def test_intervals_of_nll_hold_the_truth():
     assert hit >= 181, "95 %, less three standard errors"
 
 
-def test_a_contrast_needs_two_attributes(reviews, tmp_path):
-    chosen = training_recipe("small", **SMALL | {"objective": "contrastive"})
-    twice = ["positive", "positive"]
-    with pytest.raises(DataError, match="needs texts of two attributes at least; found only 'posi"):
-        train_set("tiny-llama", SENTIMENT, corpus(reviews), corpus(reviews), tmp_path / "set",
-                  chosen, attributes=twice)  # fmt: skip
-
-
 def test_the_papers_recipes():
     facts = {
         "lapa2": (2e-5, 50, 4, 20, "air", False),
@@ -750,94 +742,3 @@ def test_labels_that_are_numbers(tmp_path):
     file = tmp_path / "texts.jsonl"
     file.write_text('{"text": "good", "label": 1}\n{"text": "bad", "label": 0}\n')
     assert read_corpus(str(file), ["0", "1"]).texts == {"0": ("bad",), "1": ("good",)}
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
-        ("a.jsonl", "", "has no field 'text'"),
-        (
-            "a.jsonl",
-            '{"text": "x", "label": "positive"}\n',
-            r"no text with label 'negative' \(blank ones and repetitions left out\); its labels are"
-            " 'positive'",
-        ),
-        (
-            "a.jsonl",
-            '{"txt": "x", "label": "positive"}\n',
-            "no field 'text'; found txt, label; give text and label",
-        ),
-        ("a.jsonl", "not json\n", "cannot read"),
-        (
-            "a.txt",
-            "x",
-            (
-                "unknown corpus .*allowed: imdb, sst2, agnews, or a file that ends in .jsonl, .csv,"
-                " .parquet"
-            ),
-        ),
-        ("a.jsonl.xz", "not xz", "cannot read"),
-        ("a.jsonl.zip", "no zip", "cannot read .*not a zip file"),
-    ],
-)
-def test_bad_corpora(name, content, message, tmp_path):
-    file = tmp_path / name
-    file.write_text(content)
-    with pytest.raises(DataError, match=message):
-        read_corpus(str(file), ["positive", "negative"])
-
-
-def test_a_missing_file_and_a_hub_that_does_not_answer(tmp_path):
-    with pytest.raises(DataError, match="cannot read"):
-        read_corpus(str(tmp_path / "none.jsonl"), ["positive"])
-    with pytest.raises(
-        DataError, match="cannot load stanfordnlp/imdb from the hub .*; give a file instead"
-    ):
-        read_corpus("imdb", ["positive"])
-
-
-def test_bad_recipes(tmp_path, reviews):
-    for settings, message in [
-        ({"objective": "mse"}, "objective: input should be 'mle' or 'contrastive', found 'mse'"),
-        ({"larning_rate": 1}, "unknown field 'larning_rate'; allowed: objective"),
-        ({"lr": 0}, "lr: input should be greater than 0"),
-        (
-            {"parameterisation": "air", "start": "text"},
-            "start 'text' sets keys and values themselves",
-        ),
-        ({"parameterisation": "air", "shared": 9}, "shared sets keys and values themselves"),
-        (
-            {"start": "set", "shared": 9},
-            "start 'set' begins each attribute with a prefix of its own; use shared=0",
-        ),
-    ]:
-        with pytest.raises(PrefixError, match=message):
-            training_recipe("small", **settings)
-    with pytest.raises(
-        PrefixError, match="unknown recipe 'smal'; allowed: small, .*did you mean 'small'"
-    ):
-        training_recipe("smal")
-    one = training_recipe("small", **SMALL | {"objective": "contrastive"})
-    with pytest.raises(
-        DataError, match="needs texts of two attributes at least; found only 'positive'"
-    ):
-        train_set(
-            "tiny-gpt2",
-            SENTIMENT,
-            corpus(reviews),
-            corpus(reviews),
-            tmp_path / "x",
-            one,
-            attributes=["positive"],
-        )
-    with pytest.raises(PrefixError, match="the loss of positive is nan at step 0; lower lr"):
-        training = job(folder=tmp_path)
-        with torch.no_grad():
-            training.parameters.both[:] = torch.nan
-        training._train_step()
-    long = training_recipe("small", **SMALL | {"max_tokens": 300})
-    with pytest.raises(
-        PrefixError,
-        match="14 slots or tokens of a prefix, BOS and 300 tokens of a text exceed .* of 256; give",
-    ):
-        train_set("tiny-gpt2", SENTIMENT, corpus(reviews), corpus(reviews), tmp_path / "x", long)

@@ -2,7 +2,6 @@
 text, and what is refused."""
 
 import dataclasses
-import json
 
 import numpy as np
 import pytest
@@ -256,34 +255,6 @@ def test_a_prefix_of_another_model_or_shape_is_refused(tmp_path):
         new_rows(gpt2).prompt_pass([Layout.of(gpt2.tokenizer, None, "The lake")], [prefix])
 
 
-@pytest.mark.parametrize(
-    ("harm", "message"),
-    [
-        (
-            lambda folder: (folder / "positive.safetensors").unlink(),
-            "has no weights: positive.safetensors is not beside it",
-        ),
-        (
-            lambda folder: (folder / "positive.safetensors").write_bytes(b"abc"),
-            "not the file its card describes",
-        ),
-        (
-            lambda folder: (folder / "positive.json").write_text('{"attribute": "positive"}'),
-            "not the card of a soft prefix",
-        ),
-        (
-            lambda folder: (folder / "positive.json").unlink(),
-            "no soft prefix 'positive' in .*; there are: negative",
-        ),
-    ],
-)
-def test_damaged_sets(harm, message, tmp_path):
-    soft_set(tmp_path, load("tiny-gpt2"), SENTIMENT)
-    harm(tmp_path)
-    with pytest.raises(PrefixError, match=message):
-        load_prefix(tmp_path, "positive")
-
-
 def test_a_card_without_its_weights_is_an_error(tmp_path):
     soft_set(tmp_path, load("tiny-gpt2"), SENTIMENT)
     (tmp_path / "other.json").write_text("{}")
@@ -293,49 +264,11 @@ def test_a_card_without_its_weights_is_an_error(tmp_path):
         cards_in(tmp_path)
 
 
-def test_weights_that_match_their_card_but_hold_something_else(tmp_path):
-    from hashlib import sha256
-
-    from safetensors.torch import save
-
-    soft_set(tmp_path, load("tiny-gpt2"), SENTIMENT)
-    stored = save({"weight": torch.zeros(3)})
-    (tmp_path / "positive.safetensors").write_bytes(stored)
-    card = json.loads((tmp_path / "positive.json").read_text())
-    card["sha256"] = sha256(stored).hexdigest()
-    (tmp_path / "positive.json").write_text(json.dumps(card))
-    with pytest.raises(PrefixError, match="does not hold keys and values"):
-        load_prefix(tmp_path, "positive")
-
-
 def test_values_that_float16_cannot_hold_are_refused(tmp_path):
     prefix = soft_prefix(load("tiny-gpt2"))
     with pytest.raises(PrefixError, match="exceed float16; save it as float32"):
         save_prefix(dataclasses.replace(prefix, keys=prefix.keys * 1e6), tmp_path)
     assert not (tmp_path / "positive.json").exists()
-
-
-@pytest.mark.parametrize("attribute", ["", "../calm", "a/b", "a\0b"])
-def test_an_attribute_that_names_no_file_is_refused(attribute, tmp_path):
-    (tmp_path / "set").mkdir()
-    with pytest.raises(PrefixError, match="cannot name a file of a soft prefix"):
-        load_prefix(tmp_path / "set", attribute)
-
-
-def test_a_set_that_is_not_there():
-    model = load("tiny-gpt2")
-    with pytest.raises(
-        PrefixError,
-        match="no soft prefixes 'mle' of task topic for tiny-gpt2; hard ones .*prefixes=hard",
-    ):
-        generate(
-            model,
-            methods.get("prefix", prefixes="mle"),
-            load_task("topic"),
-            "world",
-            ["The lake"],
-            length=20,
-        )
 
 
 def test_a_sliding_window_does_not_count_padding():

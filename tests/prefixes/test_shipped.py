@@ -10,14 +10,12 @@ import torch
 from conftest import generate, load
 
 from lapa2_interp import Augmentation
-from lapa2_interp._util.errors import PrefixError
 from lapa2_interp.methods import load_task
 from lapa2_interp.methods import registry as methods
 from lapa2_interp.models import model_card
 from lapa2_interp.prefixes.soft_prefix import (
     SHIPPED_SETS,
     cards_in,
-    find_prefix,
     load_prefix,
     set_folder,
 )
@@ -137,11 +135,3 @@ def test_a_folder_with_the_name_of_a_set_is_asked_for_by_its_path(tmp_path, monk
     assert set_folder("smollm2-135m", "topic", "mle").parent == SHIPPED_SETS / "smollm2-135m"
     assert set_folder("smollm2-135m", "topic", "./mle") == Path("mle")
     assert set_folder("tiny-gpt2", "topic", "mle") == Path("mle")
-
-
-def test_a_set_that_is_not_there():
-    with pytest.raises(
-        PrefixError,
-        match="no soft prefixes 'mel' of task topic for smollm2-135m; allowed: contrastive, mle",
-    ):
-        find_prefix(load("smollm2-135m"), "topic", "mel", "world")

@@ -399,13 +399,6 @@ def test_the_list_has_adapters(folder, monkeypatch, capsys):
     assert "    1.000 [1.000, 1.000]   accuracy, toy test, 8\n" in printed
 
 
-def test_a_reader_needs_layers_and_a_llama(tmp_path):
-    with pytest.raises(ScoringError, match="layers must be at most 4, the model's; found 9"):
-        load_adapter_network(BASE, 9, 2)
-    with pytest.raises(ScoringError, match="of Llama's make, such as smollm2-135m; found GPT2"):
-        load_adapter_network("tiny-gpt2", 2, 2)
-
-
 # --- files
 
 

@@ -9,7 +9,7 @@ import pandas as pd
 import pytest
 from conftest import script
 
-from lapa2_interp._util.errors import Lapa2Error, ScoringError
+from lapa2_interp._util.errors import Lapa2Error
 from lapa2_interp.scoring.agreement import agreement, card_rows
 from lapa2_interp.scoring.scorer import Scorer
 
@@ -133,21 +133,6 @@ def test_the_interval_of_the_calibration_error_has_the_texts_own():
         rows = table[table["measure"] == "calibration error"].iloc[0]
         low[i], high[i], own[i] = rows["low"], rows["high"], rows["value"]
     assert ((low < own) & (own < high)).all()
-
-
-@pytest.mark.parametrize(
-    ("numbers", "truth", "message"),
-    [
-        (two([0.5]), ["maybe"], "unknown label 'maybe'; allowed: no, yes"),
-        (two([0.5]), [0.5], "one number per text; found no, yes"),
-        (graded([0.5]), [1.5], r"must lie in \[0, 1\]; found 1.5"),
-        (graded([0.5]), [], "1 texts have numbers and 0 have a truth"),
-        (graded([]), [], "no text to compare"),
-    ],
-)
-def test_what_cannot_be_compared(numbers, truth, message):
-    with pytest.raises(ScoringError, match=message):
-        agreement(numbers, truth, ["a"] * len(numbers))
 
 
 # --- analyses/check_scorers.py

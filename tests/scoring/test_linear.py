@@ -6,8 +6,7 @@ import json
 import numpy as np
 import pytest
 
-from lapa2_interp._util.errors import DataError, ScoringError
-from lapa2_interp.scoring.adapter import ADAPTER_ENDING
+from lapa2_interp._util.errors import DataError
 from lapa2_interp.scoring.linear import (
     COLUMNS,
     LINEAR_ENDING,
@@ -20,7 +19,6 @@ from lapa2_interp.scoring.linear import (
     train_linear,
     weighted_counts,
 )
-from lapa2_interp.scoring.registry import ScorerOptions, make_scorer
 from lapa2_interp.scoring.scorer import TextItem, run_scorer
 from lapa2_interp.scoring.task_scorer import SHIPPED_WEIGHTS, ToxicityScorer, tasks_in
 from lapa2_interp.scoring.training import (
@@ -145,18 +143,6 @@ def test_toxicity_is_the_toxic_labels_probability(few_columns, tmp_path):
     assert toxicity[0] < 0.5 < toxicity[1]
 
 
-def test_damaged_classifiers(few_columns, tmp_path):
-    save_linear(toy(), tmp_path, "sentiment", data=(), examples=8, c=1.0, held_out=())
-    with pytest.raises(ScoringError, match="unknown linear scorer 'mood'; allowed: sentiment"):
-        load_linear("mood", tmp_path)
-    (tmp_path / "sentiment.npz").write_bytes(b"other")
-    with pytest.raises(ScoringError, match="not the file its card describes; train it again"):
-        load_linear("sentiment", tmp_path)
-    (tmp_path / "sentiment.json").write_text(json.dumps({"task": "sentiment"}))
-    with pytest.raises(ScoringError, match="is not the card of a scorer: labels"):
-        load_linear("sentiment", tmp_path)
-
-
 def test_training_from_files(few_columns, tmp_path):
     """Long texts are learned by their pieces too; graded rows are split by their prompts' hash."""
     file = tmp_path / "comments.csv"
@@ -202,21 +188,6 @@ def test_training_from_files(few_columns, tmp_path):
         read_graded(tmp_path / "bad.jsonl", test=False)
 
 
-@pytest.mark.parametrize(
-    ("row", "message"),
-    [
-        ({"prompt": {"text": None}, "continuation": {}}, "no attribute 'encode'"),
-        ({"prompt": {"text": "a"}, "continuation": "b"}, "no attribute 'get'"),
-        ({"prompt": {"text": "a", "toxicity": 1.5}, "continuation": {}}, "toxicity 1.5; allowed: 0 to 1"),
-    ],
-)  # fmt: skip
-def test_rows_that_are_not_graded_texts_are_refused(row, message, tmp_path):
-    file = tmp_path / "rtp.jsonl"
-    file.write_text(json.dumps(row))
-    with pytest.raises(DataError, match=f"is not a file of RealToxicityPrompts .*{message}"):
-        [read_graded(file, test) for test in (False, True)]
-
-
 @pytest.mark.parametrize("labels", [("nontoxic", "toxic"), ("toxic", "nontoxic")])
 def test_graded_scores_count_for_toxic_wherever_it_stands(few_columns, labels, tmp_path):
     rows = [
@@ -231,23 +202,6 @@ def test_graded_scores_count_for_toxic_wherever_it_stands(few_columns, labels, t
     assert grim > 0.7
     assert fine < 0.3
     assert reached(card, "rtp", "Spearman").value > 0.8
-
-
-def test_what_a_scorer_cannot_learn_is_refused(tmp_path):
-    file = tmp_path / "texts.csv"
-    file.write_text("text,label\n" + "".join(f"{t},warm\n" for t in GOOD))
-    out = tmp_path / "out"
-    for labels, graded, message in [
-        (["warm"], [], "a scorer tells labels apart; found warm alone"),
-        (
-            ["warm", "cold"],
-            ["rtp.jsonl"],
-            "one of them 'toxic'; found warm, cold: leave out graded",
-        ),
-        (["a", "b", "toxic"], ["rtp.jsonl"], "need two labels.* found a, b, toxic"),
-    ]:
-        with pytest.raises(ScoringError, match=message):
-            read_data(labels, [str(file)], [], graded, out)
 
 
 def test_held_out_texts_are_not_those_that_are_trained_on(tmp_path):
@@ -324,18 +278,6 @@ def test_shipped_results_are_found_again(task, file, labels, data):
     ).mean()
     stated = reached(card, f"{file.split('/')[1]}.jsonl.xz", "accuracy").value
     assert abs(accuracy - stated) < 4 * np.sqrt(stated * (1 - stated) / len(texts))
-
-
-@pytest.mark.parametrize("ending", [LINEAR_ENDING, ADAPTER_ENDING])
-def test_a_trained_scorers_ending_counts_however_it_is_written(ending, tmp_path):
-    """It is a file, and never looked for on the hub."""
-    gone, capital = (tmp_path / f"gone{end}" for end in (ending, ending.upper()))
-    for file in (gone, capital):
-        with pytest.raises(ScoringError, match=f"accuracy={file}: there is no such file"):
-            make_scorer("accuracy", str(file), ScorerOptions())
-    capital.write_bytes(b"")
-    with pytest.raises(ScoringError, match=f"ends in {ending}, in small letters.*rename both"):
-        make_scorer("accuracy", str(capital), ScorerOptions())
 
 
 def test_short_and_long_texts_are_both_read():
