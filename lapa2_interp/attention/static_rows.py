@@ -1,7 +1,7 @@
-"""Rows that continue prompts (`continued`): usual ones, or static steps for CUDA graphs.
+"""The rows that continue prompts (`continued`), also as CUDA graphs.
 
-The usual ones run under `hooked.augmented`. Static steps, where the model asks for them, work on
-tensors that keep their places, and a GPU replays such a step as one graph.
+They are the usual rows under `hooked.augmented`; or, where the model asks for it, rows whose steps
+work on tensors that keep their places, so that a GPU can replay such a step as one graph.
 
 A step of one token a row launches hundreds of small operations, and on a GPU starting them takes
 longer than computing them. A graph starts them all at once, but it always reads and writes the same
