@@ -5,12 +5,13 @@ import numpy as np
 import pytest
 import torch
 from conftest import cell_of, load
+from families import save_family
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM, StaticCache
 
 from lapa2_interp import Augmentation, Layout, augmented, load_model
-from lapa2_interp._util.errors import ModelError
+from lapa2_interp._util.errors import DeadHookError, ModelError
 from lapa2_interp.attention.recorder import Recorder
 from lapa2_interp.bias.layer_types import LayerType
 from lapa2_interp.bias.padded_rows import PaddedRows
@@ -165,6 +166,19 @@ def test_a_mask_that_the_configuration_does_not_tell_is_refused(model, monkeypat
         pytest.raises(ModelError, match="layer 0 is of type sliding 16.*attn='matrix'"),
     ):
         model(ids_of(layout_of(model)))
+
+
+@torch.no_grad()
+def test_laws_that_read_scores_refuse_a_sink(tmp_path):
+    """Its share lies inside the log of the sum; a law cannot reach it."""
+    folder = save_family("gpt-oss", tmp_path)
+    sinking = load_model(folder, "float64", model_class=PLAIN, attn="fused")
+    layout, law = layout_of(sinking), Augmentation(alpha=0.5, law="target", tau=0.3)
+    with augmented(sinking, law, layout), pytest.raises(DeadHookError, match="learned sink"):
+        sinking(ids_of(layout))
+    with augmented(sinking, RULE, layout) as paths:
+        sinking(ids_of(layout))
+    assert {*paths.values()} == {FUSED}
 
 
 @pytest.mark.parametrize("kind", ["full", "pooled"])
