@@ -266,7 +266,7 @@ def measure_fading(
         seed: Seed of the random heads, and of the texts of a task.
         file: A file for finished texts, a line for each batch, from which the same call continues.
             Two stored texts are computed again, near and at the longest filler: the new numbers
-                must equal the stored values but for rounding.
+            must equal the stored values but for rounding.
         batch_size: Texts in one forward pass; changes nothing but memory and time.
         progress: A bar that counts steps.
 
