@@ -55,10 +55,10 @@ from lapa2_interp.circuits.metrics import Metric, Predictions, one_metric
 from lapa2_interp.circuits.result_store import RECHECKED, ResultStore
 from lapa2_interp.circuits.statistics import share_interval
 from lapa2_interp.circuits.units import all_heads, head_mask, make_units
-from lapa2_interp.generation.teacher_forcing import SCORES_AT_ONCE
 from lapa2_interp.models.attention_interface import decided_path, read_without_matrix
 from lapa2_interp.models.card import Model, prepacked_model, smallest_window
 from lapa2_interp.models.load import accepts_model_name
+from lapa2_interp.models.span_attention import SCORES_AT_ONCE
 from lapa2_interp.stats import FEW, bounds
 from lapa2_interp.tasks.task import Task
 

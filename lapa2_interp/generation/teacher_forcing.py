@@ -42,14 +42,12 @@ from lapa2_interp.models.card import (
     prepacked_model,
 )
 from lapa2_interp.models.load import accepts_model_name
+from lapa2_interp.models.span_attention import SCORES_AT_ONCE
 from lapa2_interp.prefixes.soft_prefix import SoftPrefix
 
 if TYPE_CHECKING:
     import xarray as xr
 
-SCORES_AT_ONCE = 2**24
-"""Attention scores of one layer that a chunk may hold; 64 MiB each time they are copied in float32.
-"""
 KEYS_AT_ONCE = 2**14
 """Keys of a batch, all rows together: two contexts of SmolLM2, or 60 texts of 256 tokens."""
 

@@ -197,6 +197,7 @@ def _run_facts(run: Run, manifests: Sequence[Manifest]) -> dict[str, list[str]]:
         "Packed weights": (
             PREPACKING_NAMES[card.prepacking] for card in cards if card.prepacking != "none"
         ),
+        "Attention of prompts": (card.attn for card in cards if card.attn != "matrix"),
         "Package": (f"lapa2_interp {manifest.lapa2_interp}" for manifest in manifests),
         "Commit": (manifest.commit or "outside a git checkout" for manifest in manifests),
         "Libraries": (

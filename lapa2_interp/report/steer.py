@@ -485,11 +485,15 @@ def _gain(
     perplexity = table[(table["metric"] == "perplexity") & (table["attribute"] == "all")]
     of_arm = perplexity.set_index("arm")["mean"]
     ratio = of_arm[CHOSEN] / of_arm[NO_BIAS]
-    at_perplexity = "" if np.isnan(ratio) else f", at {ratio:.2f} times its perplexity"
+    at_perplexity = (
+        ""
+        if np.isnan(ratio)
+        else f", at {ratio:.2f} times its perplexity (budget {settings.budget:g})"
+    )
     return (
         f"On {test['prompts']:.0f} other prompts, {settings.method} with the bias in these heads at"
         f" alpha {alphas[CHOSEN]:.2f} has"
         f" {format_interval(points, 100 * test['low'], 100 * test['high'], '+.1f', ' points')} of"
-        f" accuracy ({settings.classifiers[0]}, words of prefixes hidden) against the method"
-        f" without bias{at_perplexity} (corrected p {p:.2g}): {GAINS[outcome]}."
+        f" accuracy ({settings.classifiers[0]}, words of prefixes hidden; corrected p {p:.2g})"
+        f" against the method without bias{at_perplexity}: {GAINS[outcome]}."
     )
