@@ -520,17 +520,17 @@ class _CachedForward:
         rows = [(example, i) for i in range(len(examples[0].attributes)) for example in examples]
         first, device = examples[0].layouts[0], model.cfg.device
         self.prefix, self.bos = first.prefix, first.bos
-        self.state, every = read_prefixes(model, rows)
+        self.cached_rows, every = read_prefixes(model, rows)
         # The token before the first scored one is the first scored query.
         self.width = len(first) + examples[0].n_steps - 1
-        self.state.expand(torch.arange(len(rows), device=device), capacity=self.width)
+        self.cached_rows.expand(torch.arange(len(rows), device=device), capacity=self.width)
         filler = every[:, :-tokens]
         with decided_path(model, filler.shape[1], self.width) as fused:
             size = SCORES_AT_ONCE // (len(rows) * model.cfg.n_heads * self.width)
             with read_without_matrix(model) if fused else nullcontext():
                 for part in filler.split(filler.shape[1] if fused else max(1, size), dim=1):
                     if part.shape[1]:
-                        self.state.read_tokens(part)
+                        self.cached_rows.read_tokens(part)
         self.tokens = every[:, -tokens:]
         # Keys of each scored query, BOS included.
         self.l = torch.arange(self.width - tokens + 1, self.width + 1, device=device).double()
@@ -555,8 +555,8 @@ class _CachedForward:
             return changed
 
         with edit_scores(self.model, change), refuse_sinks(self.model):
-            logits = self.state.read_tokens(self.tokens, keep=self.tokens.shape[1])
-        self.state.crop(self.tokens.shape[1])
+            logits = self.cached_rows.read_tokens(self.tokens, keep=self.tokens.shape[1])
+        self.cached_rows.crop(self.tokens.shape[1])
         return logits.unflatten(0, (-1, self.n))
 
     def _sum_scores(self, scores: Float[Tensor, "row head query key"]) -> _LayerScores:
