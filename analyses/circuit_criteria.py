@@ -66,9 +66,9 @@ def control(contrast_set: ContrastSet, sets: list) -> np.ndarray:
     ]
     hidden = [unit for unit in units if unit.heads]
     table = knock_out(model, contrast_set, units=hidden, metric="lex", other_metrics=())
-    left = iter((table.whole[:, None] - table.values).T)
+    left = iter((table.total[:, None] - table.values).T)
     return np.array(
-        [contrast_set.by_prompt(next(left) if unit.heads else table.whole) for unit in units]
+        [contrast_set.by_prompt(next(left) if unit.heads else table.total) for unit in units]
     )
 
 

@@ -6,7 +6,7 @@
 #
 #     lapa2 score results/quick --scorers judge=MODEL --out results/quick/judge
 #     lapa2 scorers sheets results/quick --out results/quick/sheets    # for people
-#     lapa2 scorers answers results/quick/sheets/key.csv RATER.csv --out results/quick/human
+#     lapa2 scorers answers RATER.csv --key results/quick/sheets/key.csv --out results/quick/human
 #     python analyses/eval.py results/quick && python figures/eval.py results/quick
 #
 # Without them the table is empty and says "no judge". The paper (numbers only for relevance): +.22

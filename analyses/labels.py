@@ -47,7 +47,7 @@ def main() -> None:
     parser.add_argument("--train", nargs="+", required=True, help="labelled texts: names or files")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
-    run = load_run(options.run)
+    run = load_run(options.run, earlier=True)  # of all rounds
     arms = pd.DataFrame({key: arm_of(cell) for key, cell in run.by_key.items()}).T
     texts = run.samples(list(run.finished)).drop(columns=["task", "method", "arm", "attribute"])
     texts = texts.join(arms, on="cell")
@@ -129,31 +129,24 @@ def of_task(train: list[str], attributes: list[str]) -> list[str]:
 
 
 def headlines(table: pd.DataFrame) -> list[dict]:
-    """Means and differences, of all attributes and of each."""
+    """Means and differences."""
     rows = []
     for group, texts in table.groupby(GROUP, sort=False):
         where = dict(zip(GROUP, group, strict=True))
-        attributes = sorted(texts["attribute"].unique())
-        for attribute in ("all", *(attributes if len(attributes) > 1 else ())):
-            own = texts if attribute == "all" else texts[texts["attribute"] == attribute]
-            for metric in (*LABELS, "nll"):
-                known = own[own[metric].notna()]
-                if not len(known):
-                    continue
-                by_arm = dict(iter(known.groupby("arm")))
-                for arm in (NO_BIAS, *(name for name in by_arm if name != NO_BIAS)):
-                    here = {**where, "arm": arm, "metric": metric, "attribute": attribute}
-                    part = by_arm[arm]
-                    mean = mean_interval(part[metric], part["prompt"])
-                    rows.append(here | {"against": ""} | in_unit(metric, mean) | sizes(part))
-                    if arm != NO_BIAS:
-                        before = by_arm[NO_BIAS]
-                        change = paired_difference(
-                            before[metric], before["prompt"], part[metric], part["prompt"],
-                            kinds=(before["attribute"], part["attribute"]),
-                        )  # fmt: skip
-                        row = here | {"against": NO_BIAS} | in_unit(metric, change)
-                        rows.append(row | sizes(part) | {"p": change.p})
+        for metric in (*LABELS, "nll"):
+            by_arm = dict(iter(texts[texts[metric].notna()].groupby("arm")))
+            for arm in sorted(by_arm, key=lambda arm: (arm != NO_BIAS, arm)):
+                here, part = {**where, "arm": arm, "metric": metric}, by_arm[arm]
+                mean = mean_interval(part[metric], part["prompt"])
+                rows.append(here | {"against": ""} | in_unit(metric, mean) | sizes(part))
+                if arm != NO_BIAS:
+                    before = by_arm[NO_BIAS]
+                    change = paired_difference(
+                        before[metric], before["prompt"], part[metric], part["prompt"],
+                        kinds=(before["attribute"], part["attribute"]),
+                    )  # fmt: skip
+                    row = here | {"against": NO_BIAS} | in_unit(metric, change)
+                    rows.append(row | sizes(part) | {"p": change.p})
     return rows
 
 
@@ -166,6 +159,7 @@ def in_unit(metric: str, interval) -> dict[str, float]:
 
 
 def sizes(part: pd.DataFrame) -> dict[str, int]:
+    """Numbers of texts and of prompts."""
     return {"texts": len(part), "prompts": part["prompt"].nunique()}
 
 

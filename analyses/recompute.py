@@ -160,12 +160,18 @@ def steering() -> Iterator[Headline]:
             table, where["ratio"] = "steering/steering.equal.csv", 1.25
             start = "difference" if minus else "value"
             columns = (start, *(f"difference_{end}" if minus else end for end in ("low", "high")))
+            columns += ("p",) if minus else ()
 
         def compute() -> Values:
             made = values(file, attribute, family, metric)
             if minus:
                 made = made - values(file, attribute, minus, metric)
-            return [float(made[0]), *percentiles(made[1:], 575)]
+            values_here = [float(made[0]), *percentiles(made[1:], 575)]
+            if not minus:
+                return values_here
+            rarer = min((made[1:] <= 0).sum(), (made[1:] >= 0).sum())
+            share = min((rarer + 1) / len(made), 0.5)
+            return [*values_here, 2 * t.cdf(norm.ppf(share) * np.sqrt(574 / 575), 574)]
 
         words = f"{family}{f' minus {minus}' if minus else ''}, {file}, {attribute}, {metric}"
         return Headline(words, table, where, columns, compute)
@@ -219,14 +225,12 @@ def labels() -> Iterator[Headline]:
     group, first = ["part", "task", "method"], first_runs()
     for row in table("labels/labels.csv").fillna({"against": ""}).to_dict("records"):
         key = tuple(row[name] for name in (*group, "arm", "metric"))
-        where = {name: row[name] for name in (*group, "arm", "metric", "attribute")}
+        where = {name: row[name] for name in (*group, "arm", "metric")}
         where["against"] = row["against"] or None
 
         def compute(row: dict = row) -> Values:
             texts = rows("labels/texts.parquet", **{name: row[name] for name in group})
             texts = texts[texts[row["metric"]].notna()]
-            if row["attribute"] != "all":
-                texts = texts[texts["attribute"] == row["attribute"]]
             if row["against"]:
                 values = difference(texts, row["metric"], row["arm"], row["against"])
             else:
@@ -234,14 +238,14 @@ def labels() -> Iterator[Headline]:
             return [*np.exp(values[:3]), *values[3:]] if row["metric"] == "nll" else values
 
         minus = f" minus {row['against']}" if row["against"] else ""
-        setting = ", ".join((row["part"], row["task"], row["method"], row["attribute"]))
+        setting = ", ".join((row["part"], row["task"], row["method"]))
         yield Headline(
             f"{setting}: {row['arm']}{minus}, {row['metric']}",
             "labels/labels.csv",
             where,
             ("mean", "low", "high", "p") if minus else ("mean", "low", "high"),
             compute,
-            first.get(key) if minus and row["attribute"] == "all" else None,
+            first.get(key) if minus else None,
         )
 
 

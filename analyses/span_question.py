@@ -51,7 +51,7 @@ from lapa2_interp.models.machine import (
     Dtype,
     print_if_slow,
 )
-from lapa2_interp.paper.equal_perplexity import interpolate_at_cost, resampled_interval
+from lapa2_interp.paper.equal_perplexity import interpolate_at_perplexity, resampled_interval
 from lapa2_interp.paper.scripts import ScriptOptions, whole_number
 from lapa2_interp.runs.engines import InProcess
 from lapa2_interp.runs.grid import Grid
@@ -286,7 +286,8 @@ def above_the_curve(metric: str, resamples: int = 2000) -> pd.DataFrame:
     x, y = (mean_of(values.to_numpy()[picks]) for values in (mass, value))  # draw arm
     on_curve, off = (mass.columns.get_indexer(names) for names in (curve, others))
     xs, ys = x[:, on_curve], y[:, on_curve, None]
-    at = [interpolate_at_cost(xs, ys, x[:, arm])[:, 0] for arm in off]  # beyond the curve: NaN
+    # Beyond the curve: NaN.
+    at = [interpolate_at_perplexity(xs, ys, x[:, arm])[:, 0] for arm in off]
     gap, low, high = resampled_interval(y[:, off] - np.stack(at, axis=1), len(mass))
     return pd.DataFrame(
         {"arm": others, "metric": metric, "above the curve": gap, "low": low, "high": high}

@@ -182,6 +182,6 @@ assert known.best(2) == (key.heads["carrier"], key.heads["relay"])
 assert table.loc[table["attention"].idxmax(), "role"] == "decoy"
 every_head = [list(pair) for unit in layers.units for pair in unit.heads]
 everything = knock_out(model, contrast_set, over={"all heads": every_head})
-assert np.abs(everything.values[:, 0] - everything.whole).max() < 1e-5  # nothing is left
+assert np.abs(everything.values[:, 0] - everything.total).max() < 1e-5  # nothing is left
 assert layers.frame()["effect"].max() > layers.noise
 print("all checks hold")

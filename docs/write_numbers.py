@@ -1,5 +1,5 @@
 """Writes the numbers of the documents from their rows: `python docs/write_numbers.py`; with
-`--check` it only says which documents it would change.
+`--check` it only says which documents it would change, and fails if there are any.
 
 A number of a text stands before a mark `<!--n:id-->`, words that name it before a mark
 `<!--l:id-->` or `<!--l:id:column-->`; tables and lists stand between `<!-- table ... -->` or
@@ -359,9 +359,11 @@ def changes(root: Path = ROOT) -> dict[Path, str]:
 
 if __name__ == "__main__":
     try:
-        for changed, document in changes().items():
-            print(changed.relative_to(ROOT))
-            if "--check" not in sys.argv:
-                changed.write_text(document, "utf-8")
+        written = changes()
     except NumberError as problem:
         sys.exit(str(problem))
+    for changed, document in written.items():
+        print(changed.relative_to(ROOT))
+        if "--check" not in sys.argv:
+            changed.write_text(document, "utf-8")
+    sys.exit(1 if written and "--check" in sys.argv else 0)

@@ -1,5 +1,4 @@
-"""lapa2_interp: the LaPA2 length-aware attention bias on TransformerLens models, applied, recorded
-and tested.
+"""The LaPA2 length-aware attention bias on TransformerLens models: applied, recorded and tested.
 
 The names below are what the first day needs, in the order of use. Each is imported when it is first
 used, so that `import lapa2_interp` loads neither torch nor transformers. The rest has its room:

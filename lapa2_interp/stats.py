@@ -180,8 +180,8 @@ def student_quantile(level: float, df: int) -> float:
 def tails(clusters: int) -> tuple[float, float]:
     """The percentiles of a 95 % interval from resampling `clusters` clusters.
 
-    They are 2.5 and 97.5, moved outwards because Student's t is wider than the normal and because
-    resampled means vary too little (Hesterberg 2015).
+    These percentiles are 2.5 and 97.5, moved outwards because Student's t is wider than the normal
+    and because resampled means vary too little (Hesterberg 2015).
     """
     from scipy.stats import norm
 
@@ -196,9 +196,9 @@ def resampled_p(
     """Two-sided p of "the true value is 0", from the values that resampling n
     clusters gave.
 
-    It is below 0.05 where the 95 % interval of `tails` excludes 0. The share of values on the rarer
-    side of 0, with one more counted on it, is moved as `tails` moves percentiles; so p is never 0.
-    NaN values are left out; p is NaN where nothing else is there.
+    The p is below 0.05 where the 95 % interval of `tails` excludes 0. The share of values on the
+    rarer side of 0, with one more counted on it, is moved as `tails` moves percentiles; so p is
+    never 0. NaN values are left out; p is NaN where nothing else is there.
     """
     from scipy.stats import norm, t
 
@@ -213,8 +213,8 @@ def holm(p: Sequence[float] | np.ndarray) -> Float[np.ndarray, " test"]:
     """Holm's p-values of one family of tests: below 0.05 none of them errs in 95 % of families.
 
     Args:
-        p: One p per test, in [0, 1]. NaN is a test that could not be made: it counts as 1, so that
-            the others are corrected for it too, and stays NaN.
+        p: One p per test, in [0, 1]. NaN is a test that could not be made: such a test counts as 1,
+            so that the others are corrected for it too, and stays NaN.
     """
     raw = np.asarray(p, dtype=np.float64)
     known = np.where(np.isnan(raw), 1.0, raw)
@@ -420,7 +420,7 @@ def paired_difference(
         NothingPairedError: The two share no cluster.
         StatisticsError: A value is infinite, a label is missing, or there is not one per value.
     """
-    # Numbers of clusters, kinds and cells (cluster x kind) for the values of both conditions.
+    # Numbers of clusters, kinds and strata (cluster x kind) for the values of both conditions.
     values = np.concatenate(
         [np.asarray(_unmasked(side), dtype=np.float64) for side in (before, after)]
     )
@@ -433,17 +433,19 @@ def paired_difference(
     if kinds is not None:
         kind, codes = _codes_of_both(kinds)
         n_kinds = len(codes)
-    cells, n_cells = clusters * n_kinds + kind, len(names) * n_kinds
+    strata, n_strata = clusters * n_kinds + kind, len(names) * n_kinds
     present, later = ~np.isnan(values), np.arange(len(values)) >= len(before)
-    # Means of the cells that both conditions have, and from them a difference for each cluster.
+    # Means of the strata that both conditions have, and from them a difference for each cluster.
     sides = (present & ~later, present & later)
-    means, sizes = zip(*(_means(values[side], cells[side], n_cells) for side in sides), strict=True)
+    means, sizes = zip(
+        *(_means(values[side], strata[side], n_strata) for side in sides), strict=True
+    )
     both = (sizes[0] > 0) & (sizes[1] > 0)
     in_both = both.reshape(len(names), n_kinds)
     shared = in_both.any(1)
 
-    def by_cluster(of_cells: np.ndarray) -> np.ndarray:
-        return np.where(in_both, of_cells.reshape(in_both.shape), 0.0).sum(1)[shared]
+    def by_cluster(of_strata: np.ndarray) -> np.ndarray:
+        return np.where(in_both, of_strata.reshape(in_both.shape), 0.0).sum(1)[shared]
 
     count = in_both.sum(1)[shared]
     gaps = by_cluster(means[1] - means[0]) / count
@@ -455,12 +457,12 @@ def paired_difference(
     if units is not None:
         label, _ = _codes_of_both(units)
 
-    def share(of_cells: np.ndarray) -> float:
-        """The share of a text's variance in the cluster's difference, from the shares in cells'
+    def share(of_strata: np.ndarray) -> float:
+        """The share of a text's variance in the cluster's difference, from the shares in strata'
         means."""
-        return float((by_cluster(of_cells) / count**2).mean())
+        return float((by_cluster(of_strata) / count**2).mean())
 
-    texts, inside = _inside_clusters(values, cells, n_cells, label, sides, share)
+    texts, inside = _inside_clusters(values, strata, n_strata, label, sides, share)
     if n == 1:
         return Difference(float(gaps[0]), math.nan, math.nan, math.nan, math.nan, 1, texts)
     # Interval, and the sign-flip permutation test.
@@ -491,8 +493,8 @@ def least_p(clusters: int, resamples: int = 4000) -> float:
 
 def _inside_clusters(
     values: Float[np.ndarray, " n"],
-    cells: Int[np.ndarray, " n"],
-    n_cells: int,
+    strata: Int[np.ndarray, " n"],
+    n_strata: int,
     labels: Int[np.ndarray, " n"],
     sides: Sequence[Bool[np.ndarray, " n"]],
     share: Callable[[np.ndarray], float],
@@ -500,23 +502,24 @@ def _inside_clusters(
     """Units of a cluster in each condition, and the variance that they give its difference.
 
     Args:
-        cells, labels: Of each value. Values of one cell and label are one unit.
+        strata, labels: Of each value. Values of one stratum and label are one unit.
         sides: Masks of the values of each condition.
-        share: Turns a number of every cell into its contribution to the difference.
+        share: Turns a number of every stratum into its contribution to the difference.
     """
-    unit, _ = pd.factorize(cells * (labels.max() + 1) + labels)
-    cell_of = np.zeros(unit.max() + 1, int)
-    cell_of[unit] = cells
+    unit, _ = pd.factorize(strata * (labels.max() + 1) + labels)
+    stratum_of = np.zeros(unit.max() + 1, int)
+    stratum_of[unit] = strata
     numbers, sizes = zip(
-        *(_means(values[side], unit[side], len(cell_of)) for side in sides), strict=True
+        *(_means(values[side], unit[side], len(stratum_of)) for side in sides), strict=True
     )
     before, after = sizes[0] > 0, sizes[1] > 0
 
     def variance(which: np.ndarray, one: int, two: int) -> float:
-        return _covariance(numbers[one][which], numbers[two][which], cell_of[which])
+        return _covariance(numbers[one][which], numbers[two][which], stratum_of[which])
 
     n_before, n_after, n_both = (
-        np.bincount(cell_of[which], minlength=n_cells) for which in (before, after, before & after)
+        np.bincount(stratum_of[which], minlength=n_strata)
+        for which in (before, after, before & after)
     )
     shares = [share(1 / np.maximum(counts, 1)) for counts in (n_before, n_after)]
     inside = variance(before, 0, 0) * shares[0] + variance(after, 1, 1) * shares[1]

@@ -63,7 +63,7 @@ LINES = {
     "scorers list": "scorers list",
     "scorers train": "scorers train --task sentiment --data {home}/reviews.jsonl --out {out}",
     "scorers sheets": "scorers sheets {home}/run --n-texts 2 --out {out}",
-    "scorers answers": "scorers answers {home}/sheets/key.csv {home}/anna.csv --out {out}",
+    "scorers answers": "scorers answers {home}/anna.csv --key {home}/sheets/key.csv --out {out}",
     "power": "power quick/alpha --claims {home}/claims --out {out}.csv",
     "chat": "chat {home}/messages.json --model tiny-gpt2 --length 3 --device cpu",
 }

@@ -688,7 +688,7 @@ def path(model: Any, attn: str):
         model.attn = before
 
 
-@law(lambda case: case.kind == PLAIN and is_exact(case))
+@law(lambda case: case.kind == PLAIN and is_exact(case), on_gpu=True)
 @torch.no_grad()
 def fused_is_the_matrix(subject: Subject) -> Compared:
     """One pass without the matrix of scores: logits, and the trace; of rows alone, and of padded
@@ -719,8 +719,10 @@ def fused_is_the_matrix(subject: Subject) -> Compared:
             state = new_rows(model)
             with augmented(model, subject.rule, padded):
                 prompts = state.prompt_pass(padded, subject.prefixes)[:, -1:]
-                state.expand(torch.arange(2), capacity=len(padded[0]) + STEPS - 1)
-                texts = state.read_tokens(TOKENS[:, :-1], keep=STEPS - 1)
+                index = torch.arange(2, device=model.cfg.device)
+                state.expand(index, capacity=len(padded[0]) + STEPS - 1)
+                tokens = TOKENS[:, :-1].to(model.cfg.device)
+                texts = state.read_tokens(tokens, keep=STEPS - 1)
             computed += [*torch.cat([prompts, texts], dim=1)]
     wanted = torch.cat([subject.alone] * (len(computed) // 2))
     exact = FAMILIES[case.model].atol if case.model in FAMILIES else 1e-9

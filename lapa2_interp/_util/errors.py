@@ -1,5 +1,6 @@
-"""The errors that this package raises on purpose. Each says what was found, what is allowed and
-what to do next.
+"""The errors that this package raises on purpose.
+
+Each says what was found, what is allowed and what to do next.
 
 The command line prints the message on one line and exits with code 2; a traceback there means a
 defect of this package.
@@ -142,7 +143,10 @@ class GridError(Lapa2Error):
 
 
 def validation_message(
-    error: Exception, forms: Mapping[str, str] | None = None, fields: Iterable[str] = ()
+    error: Exception,
+    forms: Mapping[str, str] | None = None,
+    fields: Iterable[str] = (),
+    located: bool = True,
 ) -> str:
     """One line about an error of pydantic: the field, the problem, the value. A misspelt field
     comes first. Of another error, its own words.
@@ -151,13 +155,14 @@ def validation_message(
         forms: By name, the allowed values of fields that take more than one type; the message names
             them in place of the first type.
         fields: Names of all fields.
+        located: False leaves out the field.
     """
     from pydantic import ValidationError
 
     if not isinstance(error, ValidationError):
         return str(error)
     problem = main_error(error)
-    field_path = ".".join(str(part) for part in problem["loc"])
+    field_path = ".".join(str(part) for part in problem["loc"]) if located else ""
     at = f"{field_path}: " if field_path else ""
     field = str(problem["loc"][0]) if problem["loc"] else ""
     if forms and field in forms and len(problem["loc"]) > 1:
@@ -203,7 +208,7 @@ def main_error(error: ValidationError) -> ErrorDetails:
     return min(error.errors(), key=lambda problem: problem["type"] not in UNKNOWN_FIELD)
 
 
-def unknown_choice(kind: str, name: object, allowed: object) -> str:
+def unknown_choice(noun: str, name: object, allowed: object) -> str:
     """A sentence about a name that is not in a closed list: the allowed names, and the nearest one
     if it is close."""
     from difflib import get_close_matches
@@ -211,4 +216,4 @@ def unknown_choice(kind: str, name: object, allowed: object) -> str:
     names = [str(name) for name in allowed]  # type: ignore[attr-defined]
     near = get_close_matches(str(name), names, n=1)
     hint = f"; did you mean {near[0]!r}?" if near else ""
-    return f"unknown {kind} {name!r}; allowed: {', '.join(names)}{hint}"
+    return f"unknown {noun} {name!r}; allowed: {', '.join(names)}{hint}"

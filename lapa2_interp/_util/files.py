@@ -92,8 +92,8 @@ def _is_abandoned(left: Path) -> bool:
 
 @contextmanager
 def atomic_folder(target: Path) -> Iterator[Path]:
-    """A new folder to write into; it is moved to `target` when the block ends without an error. An
-    existing folder there stays until then, and is replaced."""
+    """A new folder to write into; the folder is moved to `target` when the block ends without an
+    error. An existing folder there stays until then, and is replaced."""
     _make_parents(target)
     with temporary_folder(target.parent) as beside:
         fresh = beside / "new" / target.name
@@ -115,9 +115,9 @@ def atomic_folder(target: Path) -> Iterator[Path]:
 
 @contextmanager
 def atomic_write(target: Path) -> Iterator[Path]:
-    """The path of a temporary file of the same name; it is moved to `target` when the block ends
-    without an error. An existing file there stays until then, and is replaced. Two processes may
-    write the same file at the same time."""
+    """The path of a temporary file of the same name; the file is moved to `target` when the block
+    ends without an error. An existing file there stays until then, and is replaced. Two processes
+    may write the same file at the same time."""
     _make_parents(target)
     with temporary_folder(target.parent) as beside:
         fresh = beside / target.name
@@ -165,7 +165,7 @@ def read_checkpoint(file: Path, device: Any) -> dict[str, Any]:
     """Read a checkpoint of `write_checkpoint`, and check its checksums, which PyTorch ignores.
 
     Raises:
-        ValueError: It is damaged.
+        ValueError: The file is damaged.
         OSError: It cannot be read.
     """
     import torch
@@ -212,8 +212,8 @@ def sha256_of(file: Path) -> str:
 def result_folder(
     out: Path, force: bool | None = None, finished: Callable[[Path], bool] = lambda folder: False
 ) -> Iterator[Path]:
-    """A new folder for a command's results. It is moved to `out` when the block ends without an
-    error, and else removed.
+    """A new folder for a command's results. The folder is moved to `out` when the block ends
+    without an error, and else removed.
 
     Args:
         out: Place of the results.
@@ -251,7 +251,7 @@ def check_name(path: Path) -> None:
     """Refuse a path that is not UTF-8, since some libraries that write tables cannot take it.
 
     Raises:
-        RunError: It is such a path.
+        RunError: The path is such a one.
     """
     try:
         str(path.absolute()).encode()

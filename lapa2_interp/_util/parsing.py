@@ -27,7 +27,7 @@ def check_text_length(name: str, text: str) -> None:
     """Refuse a text that is too long for any model, before it is tokenised.
 
     Raises:
-        LayoutError: It has more than MAX_LETTERS letters.
+        LayoutError: The text has more than MAX_LETTERS letters.
     """
     if len(text) > MAX_LETTERS:
         raise LayoutError(
@@ -40,9 +40,9 @@ def read_text(file: Path, may_hold_nul: bool = False) -> str:
     """The text of a file in UTF-8, without a byte-order mark.
 
     Raises:
-        OSError: It does not exist, is a folder, or cannot be read.
-        ValueError: It is no regular file, too large, not UTF-8, has a NUL, or is not compressed as
-            its ending says.
+        OSError: The file does not exist, is a folder, or cannot be read.
+        ValueError: The file is no regular file, too large, not UTF-8, has a NUL, or is not
+            compressed as its ending says.
     """
     with open_packed(file) as opened:
         if (size := file.stat().st_size) > LARGEST_TEXT:
@@ -65,7 +65,7 @@ def parse_json(text: str) -> Any:
     """The value of a JSON text.
 
     Raises:
-        ValueError: It is no JSON, has a field twice, is nested too deeply, or has a number of
+        ValueError: The text is no JSON, has a field twice, is nested too deeply, or has a number of
             thousands of digits.
     """
     return _check_nesting(lambda: json.loads(text, object_pairs_hook=_unique_fields))
@@ -75,7 +75,7 @@ def parse_object(text: str) -> dict[str, Any]:
     """The fields of a JSON object.
 
     Raises:
-        ValueError: As `parse_json`, or it is no object.
+        ValueError: As `parse_json`, or the value is no object.
     """
     fields = parse_json(text)
     if not isinstance(fields, dict):

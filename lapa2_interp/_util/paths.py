@@ -76,8 +76,8 @@ def check_regular_file(file: Path) -> None:
     """Refuse a pipe, a socket or a device, since to open a pipe may block for ever.
 
     Raises:
-        OSError: It does not exist, or is a folder.
-        ValueError: It is a pipe, a socket or a device.
+        OSError: The file does not exist, or is a folder.
+        ValueError: The file is a pipe, a socket or a device.
     """
     mode = file.stat().st_mode
     if stat.S_ISDIR(mode):

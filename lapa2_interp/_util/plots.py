@@ -1,5 +1,6 @@
-"""Plots for notebooks, figures and the report. Each function takes a tidy table and returns a
-matplotlib figure.
+"""Plots for notebooks, figures and the report.
+
+Each function takes a tidy table and returns a matplotlib figure.
 
 The colours are Okabe and Ito's, which colour-blind readers can distinguish. An arm has the same
 colour in all plots.

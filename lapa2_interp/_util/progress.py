@@ -1,5 +1,7 @@
-"""Progress of long work, on standard error: a bar on a terminal; elsewhere, as in a log, a plain
-line every 15 s. Work of less than two seconds shows nothing.
+"""Progress of long work, on standard error.
+
+A bar on a terminal; elsewhere, as in a log, a plain line every 15 s. Work of less than two seconds
+shows nothing.
 """
 
 from __future__ import annotations

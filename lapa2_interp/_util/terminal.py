@@ -1,5 +1,4 @@
-"""Texts for people: durations and sizes, and output that no quoted text can control; and Ctrl-C and
-SIGTERM."""
+"""What people see of a command: durations and sizes, safe output, and how Ctrl-C ends it."""
 
 from __future__ import annotations
 
@@ -50,10 +49,10 @@ def stop_on_sigterm() -> Iterator[None]:
         signals.append(Terminated(128 + signal.SIGTERM) if sigterm else KeyboardInterrupt())
         raise signals[-1]
 
-    kinds = [signal.SIGTERM]
+    numbers = [signal.SIGTERM]
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not under nohup
-        kinds.append(signal.SIGINT)
-    before = {kind: signal.signal(kind, stop) for kind in kinds}
+        numbers.append(signal.SIGINT)
+    before = {number: signal.signal(number, stop) for number in numbers}
     try:
         yield
     except Exception as error:
@@ -64,8 +63,8 @@ def stop_on_sigterm() -> Iterator[None]:
         if signals:
             raise signals[-1]
     finally:
-        for kind, handler in before.items():
-            signal.signal(kind, handler)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def caused_by_stop(error: BaseException | None) -> bool:
@@ -96,13 +95,13 @@ def deferred_interrupts(stop: threading.Event) -> Iterator[None]:
         held.append(number)
         stop.set()
 
-    kinds = (signal.SIGINT, signal.SIGTERM)
-    before = {kind: signal.signal(kind, hold) or signal.SIG_DFL for kind in kinds}
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = {number: signal.signal(number, hold) or signal.SIG_DFL for number in numbers}
     try:
         yield
     finally:
-        for kind, handler in before.items():
-            signal.signal(kind, handler)
+        for number, handler in before.items():
+            signal.signal(number, handler)
         if held:
             signal.raise_signal(held[0])
 

@@ -44,7 +44,7 @@ def check_unpacked(file: Path, size: int) -> None:
         size: Bytes that it would take.
 
     Raises:
-        ValueError: They are too many.
+        ValueError: The bytes are too many.
     """
     if size > (limit := unpacked_limit(file)):
         raise ValueError(
@@ -89,8 +89,8 @@ def open_packed(file: Path) -> Iterator[IO[bytes]]:
     """The bytes of a file, which may be compressed (`COMPRESSIONS`), by its ending.
 
     Raises:
-        ValueError: It unpacks to more than its size allows, is damaged, or is an archive of other
-            than one file; while it is read.
+        ValueError: The file unpacks to more than its size allows, is damaged, or is an archive of
+            other than one file; while it is read.
         OSError: It cannot be read.
     """
     check_regular_file(file)
@@ -122,7 +122,7 @@ def check_archive(file: Path) -> None:
     say are larger than they are.
 
     Raises:
-        ValueError: It is such a file, or damaged.
+        ValueError: The file is such a one, or damaged.
         OSError: It cannot be read.
     """
     import numpy as np
@@ -154,7 +154,7 @@ def check_parquet(file: Path) -> None:
     repeated is stored once.
 
     Raises:
-        ValueError: It is such a file, or damaged.
+        ValueError: The file is such a one, or damaged.
         OSError: It cannot be read.
     """
     import pyarrow.parquet as pq
@@ -180,7 +180,7 @@ def check_hdf5(file: Path) -> None:
     never written, only the shape is stored.
 
     Raises:
-        ValueError: It is such a file.
+        ValueError: The file is such a one.
         OSError: It cannot be read.
     """
     import h5py

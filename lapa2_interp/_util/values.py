@@ -12,13 +12,24 @@ from contextlib import suppress
 from functools import cache, wraps
 from inspect import signature, unwrap
 from types import NoneType, UnionType
-from typing import Annotated, Any, ParamSpec, TypeVar, get_args, get_origin
+from typing import Annotated, Any, Literal, ParamSpec, TypeVar, Union, get_args, get_origin
+
+from pydantic import Field
 
 from lapa2_interp._util.errors import Lapa2Error, parameter, validation_message
 from lapa2_interp._util.parsing import parse_toml
 
 P = ParamSpec("P")
 T = TypeVar("T")
+
+Count = Annotated[int, Field(ge=1)]
+"""A whole number of at least 1."""
+Natural = Annotated[int, Field(ge=0)]
+"""A whole number of at least 0."""
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+"""A finite number above 0."""
+NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+"""A finite number of at least 0."""
 
 NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", re.ASCII)
 """A number that TOML may refuse, such as .5"""
@@ -41,29 +52,29 @@ def plain(value: Any) -> Any:
 
 
 def check_value(
-    name: str, value: Any, kind: Any, error: type[Lapa2Error] = Lapa2Error, where: str = ""
+    name: str, value: Any, annotation: Any, error: type[Lapa2Error] = Lapa2Error, where: str = ""
 ) -> Any:
     """The value; one of another type, such as a number as text, is refused.
 
     Args:
-        kind: The type, perhaps with bounds (`Annotated`).
+        annotation: The type, perhaps with bounds (`Annotated`).
         error: The error that is raised.
         where: What comes before the name in its message.
     """
     from pydantic import ValidationError
 
     try:
-        return _adapter(kind).validate_python(plain(value), strict=True)
+        return _adapter(annotation).validate_python(plain(value), strict=True)
     except ValidationError as problem:
-        raise error(f"{where}{name}: {validation_message(problem)}") from None
+        raise error(f"{where}{name}: {validation_message(problem, located=False)}") from None
 
 
-def read_fields(texts: Mapping[str, str], kinds: Mapping[str, Any]) -> dict[str, Any]:
+def read_fields(texts: Mapping[str, str], annotations: Mapping[str, Any]) -> dict[str, Any]:
     """Texts as values of fields of these types; where a field may be text, they are that text."""
     values: dict[str, Any] = {}
     for name, text in texts.items():
         try:
-            check_value(name, text, kinds.get(name, str))
+            check_value(name, text, annotations.get(name, str))
             values[name] = text
         except Lapa2Error:
             values[name] = read_value(text)
@@ -71,10 +82,10 @@ def read_fields(texts: Mapping[str, str], kinds: Mapping[str, Any]) -> dict[str,
 
 
 @cache
-def _adapter(kind: Any) -> Any:
+def _adapter(annotation: Any) -> Any:
     from pydantic import TypeAdapter
 
-    return TypeAdapter(kind)
+    return TypeAdapter(annotation)
 
 
 def numbers_checked(function: Callable[P, T]) -> Callable[P, T]:
@@ -84,32 +95,43 @@ def numbers_checked(function: Callable[P, T]) -> Callable[P, T]:
     shape, names = signature(function), unwrap(function).__globals__
 
     @cache
-    def kinds() -> dict[str, Any]:
+    def annotations() -> dict[str, Any]:
         checked = {}
         for name, own in shape.parameters.items():
-            kind = own.annotation
+            annotation = own.annotation
             with suppress(NameError):  # a name for type checkers alone is no number's
-                kind = eval(kind, names) if isinstance(kind, str) else kind
-                if is_number(kind):
-                    checked[name] = tuple[int, ...] if kind == Sequence[int] else kind
+                annotation = eval(annotation, names) if isinstance(annotation, str) else annotation
+                if (
+                    get_origin(annotation) is not Literal
+                    and (numbers := number_type(annotation)) is not None
+                ):
+                    checked[name] = numbers
         return checked
 
     @wraps(function)
     def call(*arguments: P.args, **named: P.kwargs) -> T:
         values = dict(zip(shape.parameters, arguments, strict=False)) | named
-        for name, kind in kinds().items():
+        for name, annotation in annotations().items():
             if name in values:
-                check_value(parameter(name), values[name], kind)
+                check_value(parameter(name), values[name], annotation)
         return function(*arguments, **named)
 
     return call
 
 
-def is_number(kind: Any) -> bool:
-    """True for the types of numbers, of truth values and of several integers, with bounds or
-    None."""
-    if get_origin(kind) is Annotated:
-        return is_number(get_args(kind)[0])
-    if isinstance(kind, UnionType):
-        return all(part is NoneType or is_number(part) for part in get_args(kind))
-    return kind in (int, float, bool, Sequence[int])
+def number_type(annotation: Any) -> Any:
+    """The type for pydantic of a parameter that takes numbers, truth values or several of them,
+    perhaps with bounds, and None or words beside them; None for other types."""
+    if get_origin(annotation) is Annotated:
+        return annotation if number_type(get_args(annotation)[0]) is not None else None
+    if get_origin(annotation) is Sequence:
+        inner = number_type(get_args(annotation)[0])
+        return None if inner is None else tuple[inner, ...]  # type: ignore[valid-type]
+    if get_origin(annotation) in (Union, UnionType, tuple):
+        parts = tuple(number_type(part) for part in get_args(annotation))
+        if None in parts:
+            return None
+        return tuple[parts] if get_origin(annotation) is tuple else Union[parts]  # type: ignore[valid-type]  # noqa: UP007
+    if annotation is NoneType or get_origin(annotation) is Literal:
+        return annotation
+    return annotation if annotation in (int, float, bool) else None

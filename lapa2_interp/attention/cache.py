@@ -1,5 +1,6 @@
-"""One decoding interface to both TransformerLens classes: prompt pass, expansion to samples,
-further tokens.
+"""One decoding interface to both TransformerLens classes.
+
+The interface has the prompt pass, the expansion to samples, and further tokens.
 
 Rows are left-padded; the attention mask and (on the bridge) explicit positions go with every call.
 On TransformerBridge keys and values lie in buffers of their final size, and each step writes one
@@ -29,9 +30,7 @@ from lapa2_interp.models.cache_name import cache_name, let_bridges_read
 from lapa2_interp.models.card import (
     Model,
     check_has_tokenizer,
-    check_rotary_side,
     is_bridge,
-    model_short_context,
     network_of,
     plain_network,
     smallest_window,
@@ -219,16 +218,11 @@ def soft_inputs(
 
     Returns:
         input, attention_mask, position_ids and the cache, by its name (`models.cache_name`).
-
-    Raises:
-        LayoutError: A layout is longer than passes with the rotary factors of short texts.
     """
     check_has_tokenizer(model)
     check_readable(model, layouts)
     rows = PaddedRows.of(layouts, model.cfg.device, bos_positions(layouts, prefixes))
     check_window(model, layouts, len(layouts[0]))
-    short = model_short_context(model)
-    check_rotary_side(short, 0, len(layouts[0]), "texts read in one pass")
     cache = Cache(layers=new_cache_layers(model, DynamicLayer))
     soft = soft_keys_and_values(model, layouts, prefixes)
     if soft is not None:

@@ -1,5 +1,6 @@
-"""MLP neurons through TransformerLens hook points: set them while the model runs, and find those
-that promote a token.
+"""MLP neurons through TransformerLens hook points.
+
+Neurons are set while the model runs, and those that promote a token are found.
 
 A neuron is set at `blocks.{i}.mlp.hook_pre`, before the activation function, or at
 `blocks.{i}.mlp.hook_post`, after it. A gated MLP multiplies two projections, and only the product

@@ -1,5 +1,7 @@
-"""Decoding steps on tensors that keep their places, so that a GPU can replay a step as one CUDA
-graph.
+"""The rows that continue prompts (`continued`), also as CUDA graphs.
+
+They are the usual rows under `hooked.augmented`; or, where the model asks for it, rows whose steps
+work on tensors that keep their places, so that a GPU can replay such a step as one graph.
 
 A step of one token a row launches hundreds of small operations, and on a GPU starting them takes
 longer than computing them. A graph starts them all at once, but it always reads and writes the same

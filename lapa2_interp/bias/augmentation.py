@@ -1,5 +1,6 @@
-"""The bias as a value: how much is added to which attention scores, for which queries, layers and
-heads.
+"""The bias as a value: how much is added to which attention scores.
+
+Also for which queries, layers and heads.
 
 LaPA2 (Eq. 9) adds `b(l) = alpha * log(l / n)` to the scores of the prefix keys before the softmax,
 with `n` the prefix length and `l` the number of keys. An `Augmentation` states every choice in that
@@ -61,6 +62,7 @@ from pydantic import (
 )
 
 from lapa2_interp._util.errors import AugmentationError, validation_message
+from lapa2_interp._util.values import Natural, Positive
 from lapa2_interp.bias.places import FORMS, read_place
 
 Law = Literal["log", "linear", "sqrt", "constant", "scale", "cut", "target", "ratio", "power"]
@@ -68,16 +70,15 @@ PAPER_LAWS = ("log", "linear", "sqrt", "constant")
 Profile = Literal["paper", "released"]
 LengthRule = Literal["paper", "kv"]
 Phase = Literal["decode", "last_query", "after_span", "everywhere", "predicting_only"]
-Number = Annotated[int, Field(ge=0)]
 Slots = Annotated[tuple[tuple[int, int], ...], Field(min_length=1)]
-Positions = tuple[Literal["prefix"], Annotated[tuple[Number, ...], Field(min_length=1)]]
+Positions = tuple[Literal["prefix"], Annotated[tuple[Natural, ...], Field(min_length=1)]]
 """Positions within the prefix, 0 being its first token: ("prefix", (1, 2))."""
 SpanRule = Literal["prefix", "prefix+bos", "bos", "input", "released"] | Positions | Slots
 LayerRule = (
     Literal["all", "bottom", "top", "even", "odd"]
-    | Annotated[tuple[Number, ...], Field(min_length=1)]
+    | Annotated[tuple[Natural, ...], Field(min_length=1)]
 )
-HeadRule = Literal["all"] | Annotated[tuple[tuple[Number, Number], ...], Field(min_length=1)]
+HeadRule = Literal["all"] | Annotated[tuple[tuple[Natural, Natural], ...], Field(min_length=1)]
 
 PROFILES: dict[str, dict[str, str]] = {
     "paper": {"span": "prefix", "length_rule": "paper", "phase": "last_query"},
@@ -115,8 +116,8 @@ FIELD_FORMS = {
 class Augmentation(BaseModel):
     """One bias: a frozen value. `to_json` writes it, `Augmentation(**json.loads(text))` reads it.
 
-    It belongs to a branch. On a branch without a prefix (the raw language model) it acts on the
-    prompt: the paper's Contextual Anchor Reinforcement, Eq. 15.
+    An augmentation belongs to a branch. On a branch without a prefix (the raw language model) it
+    acts on the prompt: the paper's Contextual Anchor Reinforcement, Eq. 15.
 
     Example:
         >>> from lapa2_interp import Augmentation
@@ -183,14 +184,14 @@ class Augmentation(BaseModel):
     alpha: Annotated[float, Field(allow_inf_nan=False)]
     profile: Profile = "paper"
     law: Law = "log"
-    l0: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    l0: Positive | None = None
     tau: Annotated[float, Field(gt=0, lt=1)] | None = None
     floor: bool = False
     pooled: bool = False
     span: SpanRule = "prefix"
     length_rule: LengthRule = "paper"
     phase: Phase = "last_query"
-    steps: tuple[Number, int] | None = None
+    steps: tuple[Natural, int] | None = None
     layers: LayerRule = "all"
     heads: HeadRule = "all"
 
@@ -281,6 +282,7 @@ class Augmentation(BaseModel):
             return self.span[1]
         return None
 
+    @np.errstate(over="ignore")  # `check_bias` refuses an overflow where it would act
     def bias(
         self, l: Real[np.ndarray, "*shape"], n: int | Int[np.ndarray, "*shape"]
     ) -> Float[np.ndarray, "*shape"]:
@@ -299,27 +301,6 @@ class Augmentation(BaseModel):
         Raises:
             AugmentationError: The law reads the scores, so that l does not decide b; see `shift`.
         """
-        with np.errstate(over="ignore"):  # `check_bias` refuses an overflow where it would act
-            return self._bias(l, n)
-
-    def check_bias(self, b: Float[np.ndarray, "*shape"]) -> Float[np.ndarray, "*shape"]:
-        """Return the biases unchanged if all of them are usable.
-
-        Raises:
-            AugmentationError: One is not a number, or exceeds `MAX_BIAS`.
-        """
-        off = ~(np.abs(b) <= MAX_BIAS) & ~((self.law == "cut") & np.isneginf(b))
-        if off.any():
-            raise AugmentationError(
-                f"alpha {self.alpha:g} of law {self.law!r} makes a bias of {b[off].flat[0]:g};"
-                f" allowed: -{MAX_BIAS:g} to {MAX_BIAS:g}, where float32 still tells scores apart."
-                " A bias of 20 gives a span nearly all attention, so choose a smaller alpha"
-            )
-        return b
-
-    def _bias(
-        self, l: Real[np.ndarray, "*shape"], n: int | Int[np.ndarray, "*shape"]
-    ) -> Float[np.ndarray, "*shape"]:
         l = np.asarray(l, dtype=np.float64)
         match self.law:
             case "log":
@@ -341,6 +322,21 @@ class Augmentation(BaseModel):
                     " alone; use shift(log_odds, l, n)"
                 )
         return np.where(l > n, b, 0.0) if self.profile == "released" else np.asarray(b)
+
+    def check_bias(self, b: Float[np.ndarray, "*shape"]) -> Float[np.ndarray, "*shape"]:
+        """Return the biases unchanged if all of them are usable.
+
+        Raises:
+            AugmentationError: One is not a number, or exceeds `MAX_BIAS`.
+        """
+        off = ~(np.abs(b) <= MAX_BIAS) & ~((self.law == "cut") & np.isneginf(b))
+        if off.any():
+            raise AugmentationError(
+                f"alpha {self.alpha:g} of law {self.law!r} makes a bias of {b[off].flat[0]:g};"
+                f" allowed: -{MAX_BIAS:g} to {MAX_BIAS:g}, where float32 still tells scores apart."
+                " A bias of 20 gives a span nearly all attention, so choose a smaller alpha"
+            )
+        return b
 
     def shift(self, log_odds: Any, l: Any, n: Any) -> Any:
         """b at a query, under any law: the change of the log-odds of attention on the span.
@@ -459,9 +455,9 @@ def is_value_of(field: str, value: Any) -> bool:
     if isinstance(value, list) and all(isinstance(part, str) for part in value):
         return False
     info = Augmentation.model_fields[field]
-    kind: Any = Annotated[info.annotation, info]
+    annotation: Any = Annotated[info.annotation, info]
     try:
-        TypeAdapter(kind).validate_python(value)
+        TypeAdapter(annotation).validate_python(value)
     except ValidationError:
         return False
     return True

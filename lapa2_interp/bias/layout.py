@@ -31,7 +31,7 @@ from jaxtyping import Bool, Float, Int
 
 from lapa2_interp._util.errors import LayoutError, pluralize
 from lapa2_interp._util.parsing import check_text_length
-from lapa2_interp._util.values import numbers_checked
+from lapa2_interp._util.values import Natural, numbers_checked
 from lapa2_interp.bias.augmentation import Augmentation, LengthRule, SpanRule
 from lapa2_interp.bias.chat_template import Message, render_chat
 from lapa2_interp.bias.layer_types import FULL_ATTENTION, LayerType
@@ -80,7 +80,7 @@ def text_markers(tokenizer: PreTrainedTokenizerBase) -> TextMarkers:
         more (`models.card.ModelCard`).
 
     Raises:
-        LayoutError: It is no tokenizer, or has neither BOS nor EOS.
+        LayoutError: The value is no tokenizer, or has neither BOS nor EOS.
     """
     tokenizer = require_tokenizer(tokenizer)
 
@@ -123,8 +123,8 @@ class Layout:
         counted: The released code's span length: soft slots; else what the tokenizer counts for the
             prefix alone (for the prompt on the raw model), its automatic BOS included.
         soft: Soft slots in front of everything.
-        merged: The token that spans the boundary of prefix and prompt, if one does. It counts as
-            prefix. Of a chat, the text of a span that shares a token with the template.
+        merged: The token that spans the boundary of prefix and prompt, if one does. Such a token
+            counts as prefix. Of a chat, the text of a span that shares a token with the template.
         pad: Padding slots between the soft slots and BOS.
         n_before: Tokens between BOS and the prefix: those before the span of a chat. They count as
             prompt.
@@ -149,7 +149,7 @@ class Layout:
         prefix: str | None,
         prompt: str,
         *,
-        soft: int = 0,
+        soft: Natural = 0,
         doubled_bos: bool = False,
     ) -> Layout:
         """Tokenise one branch and find its spans.
@@ -175,7 +175,7 @@ class Layout:
                 raise LayoutError(f"the {name} must be a text, found {text!r}")
             check_text_length(name, text)
             _check_no_start_token(tokenizer, start, name, text)
-        if soft < 0 or (soft and prefix is not None):
+        if soft and prefix is not None:
             raise LayoutError(
                 f"a branch has one prefix, hard or soft; found soft={soft} beside {prefix!r}"
             )
@@ -257,8 +257,8 @@ class Layout:
             span: The text that becomes the prefix: "system" (that of the first message, which has
                 that role), "turn:2" (that of the second message that is not the system's),
                 "reasoning:2" (that message's reasoning), or "phrase:be brief" (a text that occurs
-                once in all messages). It includes white space that belongs to its first or last
-                token, and a mark of the template that shares a token with a whole message
+                once in all messages). The span includes white space that belongs to its first or
+                last token, and a mark of the template that shares a token with a whole message
                 (`merged`).
             add_generation_prompt: End with the opening of the assistant's next turn.
             template: Arguments of the template, such as {"enable_thinking": False, "tools": [...]}.
@@ -523,7 +523,7 @@ class Layout:
 
         Args:
             queries: Slots.
-            layer_type: The type of the layer: it decides which keys the queries see.
+            layer_type: The type of the layer, which decides which keys the queries see.
 
         Raises:
             AugmentationError: The bias depends on the scores.

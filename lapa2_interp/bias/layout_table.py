@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
+from pydantic import Field
 
+from lapa2_interp._util.values import numbers_checked
 from lapa2_interp.bias.augmentation import Augmentation
 from lapa2_interp.bias.layer_types import FULL_ATTENTION, LayerType
 from lapa2_interp.bias.layout import Layout
@@ -19,10 +21,11 @@ def _bias_to_json(b: float) -> float | str | None:
     return None if math.isnan(b) else BLOCKED if b == -math.inf else float(b)
 
 
+@numbers_checked
 def explain_layout(
     layout: Layout,
     augmentation: Augmentation | None,
-    steps: int,
+    steps: Annotated[int, Field(ge=1, le=1_000_000)],
     layer_type: LayerType = FULL_ATTENTION,
 ) -> dict[str, Any]:
     """The content of `lapa2 layout` as plain values: every key with its part, the spans, and l and
@@ -31,6 +34,9 @@ def explain_layout(
     Step 0 is the last prompt query. Under the phases after_span and everywhere the augmented
     queries before it count down from -1. A bias that depends on the scores is None, a bias of
     -infinity is `BLOCKED`.
+
+    Args:
+        steps: Generation steps; a million are more than any context has positions.
     """
     # The spans, and the first query at which something is added.
     spans = {

@@ -1,5 +1,6 @@
-"""Layers, heads, slots and steps as text: one form in Python, grid files, recipes and the command
-line.
+"""Layers, heads, slots and steps as text.
+
+Places have one form in Python, grid files, recipes and the command line.
 
     layers  0,5,10-20           numbers, and ranges with both their ends
     heads   3.1,4.0-8,10-20.3   layer.head pairs; a range stands for each of its numbers

@@ -51,8 +51,8 @@ def local_exponent(
 ) -> Float[np.ndarray, "*shape"]:
     """d log A' / d log l under uniform logits at finite l, (1 - A') * (alpha - r / (r - 1)).
 
-    It is the slope of a straight line through log A' against log l. Its limit is alpha - 1 (0 from
-    alpha = 1 on).
+    The exponent is the slope of a straight line through log A' against log l, and its limit is
+    alpha - 1 (0 from alpha = 1 on).
     """
     r = np.asarray(l, dtype=np.float64) / l_pre
     rest = 1 - augmented_share(l, l_pre, alpha)

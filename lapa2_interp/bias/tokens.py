@@ -1,5 +1,4 @@
-"""Texts of tokens: the continuation that generated tokens make after a prompt, and each token's
-part of it."""
+"""Texts of tokens: the continuation of a prompt, and the part of it that each token makes."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ def require_tokenizer(owner: Any) -> Any:
     """A tokenizer, or that of a model or processor that has one.
 
     Raises:
-        LayoutError: It is neither, or it draws how it cuts a text.
+        LayoutError: The value is neither, or a tokenizer that draws how a text is cut.
     """
     tokenizer = getattr(owner, "tokenizer", owner)
     if not hasattr(tokenizer, "convert_tokens_to_ids"):
@@ -90,8 +89,8 @@ def decode_continuation(
 ) -> str:
     """The text of generated tokens after a prompt.
 
-    They are decoded together with the prompt: some tokenizers drop the leading space of tokens that
-    are decoded alone.
+    The tokens are decoded together with the prompt: some tokenizers drop the leading space of
+    tokens that are decoded alone.
 
     Args:
         without_marks: Leave special tokens out, as in the turns of a chat.

@@ -1,5 +1,7 @@
-"""Circuits: the heads that carry the control. Distances between the branches' predictions, the
-control lost when heads cannot see the prefix, and the heads' direct effects on the logits.
+"""Circuits: the heads that carry the control.
+
+Distances between the branches' predictions, the control lost when heads cannot see the prefix, and
+the heads' direct effects on the logits.
 
 Example:
     >>> from lapa2_interp import circuits, load_model

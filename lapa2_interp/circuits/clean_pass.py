@@ -73,27 +73,29 @@ class CleanPass:
             for layer in layers:
                 handle = blocks[layer - 1].register_forward_hook(keep(layer))
                 stack.callback(handle.remove)
-            first_pass.copies(torch.arange(len(tokens), device=tokens.device)).read_tokens(tokens)
+            first_pass.rows_again(torch.arange(len(tokens), device=tokens.device)).read_tokens(
+                tokens
+            )
         return cls(rows, tokens, residuals if lengths in ({0}, {1}) else {}, lengths == {1})
 
     def is_whole(self, model: Model) -> bool:
         """True if a pass of the first row that begins at any of the layers has the logits of a
-        whole one. It has others where blocks share more than the residual stream, such as the
-        keys of an earlier layer. Two tokens show it."""
+        whole one. Such a pass has others where blocks share more than the residual stream, such as
+        the keys of an earlier layer. Two tokens show it."""
         index = torch.zeros(1, dtype=torch.long, device=self.tokens.device)
         tokens = self.tokens[:1, :2]
         short = CleanPass(self.rows, tokens, {})
-        alone = CleanPass.read(model, short.copies(index), tokens, list(self.residuals))
-        logits = alone.copies(index).read_tokens(tokens)
+        alone = CleanPass.read(model, short.rows_again(index), tokens, list(self.residuals))
+        logits = alone.rows_again(index).read_tokens(tokens)
         for layer in alone.residuals:
-            rows = alone.copies(index)
+            rows = alone.rows_again(index)
             with alone.skip_below(layer, model, rows, index):
                 if not torch.equal(rows.read_tokens(tokens), logits):
                     return False
         return True
 
-    def copies(self, index: Int[Tensor, " row"]) -> BridgeRows:
-        """Copies of rows that have read their prefixes, with room for the tokens."""
+    def rows_again(self, index: Int[Tensor, " row"]) -> BridgeRows:
+        """Copies of the rows after their prefixes, with room for the tokens."""
         rows = copy(self.rows)
         rows.cache = Cache(layers=list(self.rows.cache.layers))
         rows.expand(index, capacity=rows.cache.get_seq_length() + self.tokens.shape[1])

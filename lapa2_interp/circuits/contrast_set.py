@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Float
 
 from lapa2_interp._util.errors import CircuitError, DataError
-from lapa2_interp._util.values import numbers_checked
+from lapa2_interp._util.values import Count, numbers_checked
 from lapa2_interp.circuits.examples import (
     RAW,
     ContrastExample,
@@ -27,7 +27,6 @@ from lapa2_interp.models.blocks import check_no_open_block
 from lapa2_interp.models.card import (
     Model,
     attention_layers,
-    check_rotary_side,
     kv_shapes,
     model_card,
     model_short_context,
@@ -92,8 +91,8 @@ class ContrastSet:
         prompts: str | Path | Sequence[str | Path] | Prompts | None = None,
         texts: Mapping[str, Sequence[Sequence[int]]] | None = None,
         source: str = RAW,
-        tokens: int = 32,
-        samples: int = 1,
+        tokens: Count = 32,
+        samples: Count = 1,
         seed: int = 1,
         words: Mapping[str, Sequence[int]] | None = None,
     ) -> ContrastSet:
@@ -126,7 +125,7 @@ class ContrastSet:
         target = next(iter(chosen.attributes)) if attribute is None else attribute
         names = (target, *chosen.others(target))
         requested = as_prompts(chosen.prompts if prompts is None else prompts).texts
-        check_request(requested, tokens, samples, texts)
+        check_request(requested, texts)
         prefixes = {name: chosen.prefix(name) for name in names}
         for prompt in requested:  # a refusal comes before texts are written
             ContrastExample.of(model.tokenizer, prefixes, prompt, [0])
@@ -168,21 +167,19 @@ class ContrastSet:
         """Refuse a model in which these texts cannot be compared.
 
         Raises:
-            CircuitError: A text that exceeds the context; a model some of whose layers have no
-                attention, or whose hooks have no heads.
-            LayoutError: A text crosses a switch of the model's rotary factors.
+            CircuitError: A text that exceeds the context, or the length beyond which the model has
+                other rotary factors; a model some of whose layers have no attention, or whose hooks
+                have no heads.
         """
         check_attention(model)
+        # The prefix has a forward pass of its own, so a longer text would mix rotary factors.
+        most = model_short_context(model) or model.cfg.n_ctx
         for example in self.examples:
-            if (n := example.layouts[0].n_live + example.n_steps - 1) > model.cfg.n_ctx:
+            if (n := example.layouts[0].n_live + example.n_steps - 1) > most:
                 raise CircuitError(
                     f"prefix, prompt and text after {example.prompt!r} have {n} tokens, more than"
-                    f" the model's context of {model.cfg.n_ctx}; give shorter texts"
+                    f" the model's context of {most}; give shorter texts"
                 )
-            # The prefix has a forward pass of its own, so a longer text would mix rotary factors.
-            check_rotary_side(
-                model_short_context(model), 0, n, f"the text after {example.prompt!r}"
-            )
 
     @property
     def attributes(self) -> tuple[str, ...]:

@@ -19,7 +19,7 @@ from tqdm import tqdm
 from lapa2_interp._util.errors import CircuitError, unknown_choice
 from lapa2_interp._util.plots import COLOURS, Drawing, new_figure, plain_axes
 from lapa2_interp._util.progress import given_or_new_bar
-from lapa2_interp._util.values import numbers_checked
+from lapa2_interp._util.values import Count, numbers_checked
 from lapa2_interp.bias.augmentation import AugmentationLike
 from lapa2_interp.circuits.contrast_set import ContrastLike, ContrastSet, as_contrast_set
 from lapa2_interp.circuits.edits import evaluate_edits
@@ -112,7 +112,7 @@ def control_score(
     *,
     metrics: str | Metric | Sequence[str] | Mapping[str, Metric] | None = None,
     augmentation: AugmentationLike = None,
-    batch_size: int | None = None,
+    batch_size: Count | None = None,
     progress: tqdm | None = None,
 ) -> ControlScore:
     """Measure how far the branches' predictions are apart at every step.

@@ -49,7 +49,7 @@ from lapa2_interp.models.card import Model, is_bridge, plain_network, prepacked_
 Replacement = Literal["cut", "zero", "resample", "mean"]
 Branches = Literal["target", "others"]
 Heads = tuple[tuple[int, int], ...]
-Z = "blocks.{}.attn.hook_z"
+HOOK_Z = "blocks.{}.attn.hook_z"
 LOGIT_BYTES = 2**28
 """Memory for the logits of a batch."""
 LEAST_SAVED = 2
@@ -137,16 +137,8 @@ def items_per_batch(
     model: Model, examples: Sequence[ContrastExample], requested: int | None = None
 ) -> int:
     """The requested number; else as many items as have their logits in `LOGIT_BYTES`, each counted
-    as the largest of these examples.
-
-    Raises:
-        CircuitError: Fewer than 1 is requested.
-    """
+    as the largest of these examples."""
     if requested is not None:
-        if requested < 1:
-            raise CircuitError(
-                f"batch_size must be at least 1, or None for what fits; found {requested}"
-            )
         return requested
     largest = max(example.n_branch_steps for example in examples)
     return max(1, LOGIT_BYTES // (4 * largest * model.cfg.d_vocab))
@@ -212,7 +204,7 @@ def _clean_passes(
     too_little = saved < LEAST_SAVED * model.cfg.n_layers
     if by_step or everywhere or too_little or plain_network(model) is not None:
         return [None] * len(groups)
-    fronts = [
+    after_prefixes = [
         read_prefixes(
             model,
             [
@@ -223,13 +215,15 @@ def _clean_passes(
         )
         for group in groups
     ]
-    layers = fronts[0][0].cache.layers
+    layers = after_prefixes[0][0].cache.layers
     if not all(isinstance(layer, SlotLayer) for layer in layers):  # others hold more than own keys
         return [None] * len(groups)
-    n_tokens = sum(tokens.numel() for _, tokens in fronts)
+    n_tokens = sum(tokens.numel() for _, tokens in after_prefixes)
     size = torch.finfo(weights_dtype(model)).bits // 8
     stored_layers = layers_to_keep(model.cfg.n_layers, n_tokens * model.cfg.d_model * size)
-    passes = [CleanPass.read(model, *front, stored_layers) for front in fronts]
+    passes = [
+        CleanPass.read(model, cached, tokens, stored_layers) for cached, tokens in after_prefixes
+    ]
     is_whole = passes[0].is_whole(model)
     return [clean if is_whole else replace(clean, residuals={}) for clean in passes]
 
@@ -250,7 +244,7 @@ def _metric_values(
 
 
 _Row = tuple[ContrastExample, Edit | None, int]
-"""An example, its edit, and the number of the branch."""
+"""What is read in a row of the batch: an example, its edit, and the number of the branch."""
 
 
 def _forward_rows(
@@ -261,7 +255,7 @@ def _forward_rows(
 ) -> Float[Tensor, "row step vocab"]:
     """Logits of rows that share a batch: the prefix first, then prompt and text."""
     # Rows that need a copy, and the augmentations of each row.
-    first = rows[0][0]
+    n_steps, n_branches = rows[0][0].n_steps, len(rows[0][0].attributes)
     layouts = [example.layouts[branch] for example, _, branch in rows]
     edits = [edit if edit and edit.applies_to(branch) else None for _, edit, branch in rows]
     copied = [i for i, edit in enumerate(edits) if edit and edit.replacement != "cut"]
@@ -280,39 +274,40 @@ def _forward_rows(
     index = torch.tensor([*range(len(rows)), *copied], device=model.cfg.device)
     begin = 0
     if clean is None:
-        state, tokens = read_prefixes(model, [(example, branch) for example, _, branch in rows])
-        state.expand(index, capacity=len(layouts[0]) + first.n_steps - 1)
+        cached_rows, tokens = read_prefixes(
+            model, [(example, branch) for example, _, branch in rows]
+        )
+        cached_rows.expand(index, capacity=len(layouts[0]) + n_steps - 1)
         tokens = tokens[index]
     else:
-        n_branches = len(first.attributes)
         items, group = len(rows) // n_branches, len(clean.tokens) // n_branches
         index = index // items * group + index % items % group  # rows of the clean pass
-        state, tokens = clean.copies(index), clean.tokens[index]
+        cached_rows, tokens = clean.rows_again(index), clean.tokens[index]
         lowest = [layer for edit in edits if edit for layer, _ in edit.heads]
         begin = clean.first_layer(min(lowest, default=model.cfg.n_layers))
     if copied:
-        _replace(state, rows, copied)
+        _write_replacements(cached_rows, rows, copied)
     with ExitStack() as stack:
         if clean is not None:
-            stack.enter_context(clean.skip_below(begin, model, state, index))
+            stack.enter_context(clean.skip_below(begin, model, cached_rows, index))
         if copied:
             stack.enter_context(_heads_from_copies(model, rows, copied, begin))
         acting = [*rules, *(rules[i] for i in copied)]
-        if by_step and (n_before := tokens.shape[1] - first.n_steps):
+        if by_step and (n_before := tokens.shape[1] - n_steps):
             # A rule that acts on none of these queries may have a span after them.
-            slots = np.arange(state.cache.get_seq_length(), len(layouts[0]) - 1)
+            slots = np.arange(cached_rows.cache.get_seq_length(), len(layouts[0]) - 1)
             early = [
                 [rule for rule in row if layout.acts(rule, slots).any()]
                 for row, layout in zip(acting, all_layouts, strict=True)
             ]
             with augmented(model, early, all_layouts):
-                state.read_tokens(tokens[:, :n_before])
+                cached_rows.read_tokens(tokens[:, :n_before])
             tokens = tokens[:, n_before:]
         stack.enter_context(augmented(model, acting, all_layouts))
         logits = (
-            _forward_by_step(state, tokens)
+            _forward_by_step(cached_rows, tokens)
             if by_step
-            else state.read_tokens(tokens, keep=first.n_steps)
+            else cached_rows.read_tokens(tokens, keep=n_steps)
         )
     return logits[: len(rows)]
 
@@ -342,10 +337,12 @@ def read_prefixes(
     Returns:
         The rows with the prefix in their cache, and the tokens of prompt and text that follow it.
     """
-    state, layouts = BridgeRows(model), [example.layouts[branch] for example, branch in rows]
+    cached_rows, layouts = BridgeRows(model), [example.layouts[branch] for example, branch in rows]
     if layouts[0].soft:
         n = 0
-        state.start_after_prefix(layouts, [example.prefixes[branch] for example, branch in rows])
+        cached_rows.start_after_prefix(
+            layouts, [example.prefixes[branch] for example, branch in rows]
+        )
     else:
         n = layouts[0].n_bos + layouts[0].l_pre
         fronts = [
@@ -353,21 +350,21 @@ def read_prefixes(
             for layout in layouts
         ]
         with augmented(model, None, fronts):
-            state.prompt_pass(fronts)
+            cached_rows.prompt_pass(fronts)
     ids = [
         with_text(layout, example.text).ids[n:]
         for layout, (example, _) in zip(layouts, rows, strict=True)
     ]
-    return state, torch.tensor(ids, device=model.cfg.device)
+    return cached_rows, torch.tensor(ids, device=model.cfg.device)
 
 
-def _forward_by_step(state: BridgeRows, tokens: Tensor) -> Float[Tensor, "row step vocab"]:
+def _forward_by_step(cached_rows: BridgeRows, tokens: Tensor) -> Float[Tensor, "row step vocab"]:
     """One forward pass a step: the predicting query is the last of its pass, and the next pass
     reads it again without the edit."""
     logits = []
     for i in range(tokens.shape[1]):
-        logits.append(state.read_tokens(tokens[:, max(i - 1, 0) : i + 1]))
-        state.crop(1)
+        logits.append(cached_rows.read_tokens(tokens[:, max(i - 1, 0) : i + 1]))
+        cached_rows.crop(1)
     return torch.cat(logits, dim=1)
 
 
@@ -461,18 +458,20 @@ def unprefixed_logits(
             "an example has no raw layout, so its text cannot be read without a prefix; make it"
             " with ContrastExample.of, or use a metric other than from_raw"
         )
-    state = BridgeRows(model)
-    logits = [state.prompt_pass([layout for layout in layouts if layout is not None])]
+    cached_rows = BridgeRows(model)
+    logits = [cached_rows.prompt_pass([layout for layout in layouts if layout is not None])]
     n = examples[0].n_steps
     if n > 1:
         index = torch.arange(len(examples), device=model.cfg.device)
-        state.expand(index, capacity=len(layouts[0] or ()) + n - 1)
+        cached_rows.expand(index, capacity=len(layouts[0] or ()) + n - 1)
         text = torch.tensor([example.text[:-1] for example in examples], device=model.cfg.device)
-        logits.append(state.read_tokens(text, keep=n - 1))
+        logits.append(cached_rows.read_tokens(text, keep=n - 1))
     return torch.cat(logits, dim=1)
 
 
-def _replace(state: BridgeRows, rows: Sequence[_Row], copied: Sequence[int]) -> None:
+def _write_replacements(
+    cached_rows: BridgeRows, rows: Sequence[_Row], copied: Sequence[int]
+) -> None:
     """Replace keys and values in the prefix's slots of the copies."""
     branches = range(len(rows[0][0].attributes))
     n_items, prefix = len(rows) // len(branches), rows[0][0].layouts[0].prefix
@@ -488,7 +487,7 @@ def _replace(state: BridgeRows, rows: Sequence[_Row], copied: Sequence[int]) -> 
             for source in branches
             if not (resample and source == branch)
         ]
-        for layer in state.cache.layers:
+        for layer in cached_rows.cache.layers:
             for part, store in (("k", layer.keys), ("v", layer.values)):
                 if edit.replacement == "zero":
                     if part == "v":
@@ -516,12 +515,12 @@ def _heads_from_copies(
     dtype = weights_dtype(model)
     step = torch.finfo(dtype).eps
     nudge = torch.tensor([1 + step * (edit.replacement == "null") for edit in edits], dtype=dtype)
-    held = 0
+    n_cached = 0
 
-    def note_held(kwargs: dict[str, Any]) -> int:
-        nonlocal held
-        held = int(cache_of(kwargs).get_seq_length())
-        return held
+    def count_cached(kwargs: dict[str, Any]) -> int:
+        nonlocal n_cached
+        n_cached = int(cache_of(kwargs).get_seq_length())
+        return n_cached
 
     def mix(
         layer: int, z: Float[Tensor, "row query head d_head"], first: int
@@ -543,12 +542,12 @@ def _heads_from_copies(
         return z
 
     if (plain := plain_network(model)) is not None:
-        with hook_attention(plain, AttentionHooks(edit_output=mix), note_held):
+        with hook_attention(plain, AttentionHooks(edit_output=mix), count_cached):
             yield
         return
     hooks: list[tuple[str, Callable]] = [
-        (Z.format(layer), lambda z, hook, layer=layer: mix(layer, z, held))
+        (HOOK_Z.format(layer), lambda z, hook, layer=layer: mix(layer, z, n_cached))
         for layer in range(begin, size[0])
     ]
-    with attach_hooks(model, hooks, note_held):
+    with attach_hooks(model, hooks, count_cached):
         yield

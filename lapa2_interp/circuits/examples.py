@@ -176,15 +176,9 @@ class ContrastExample:
 
 def check_request(
     prompts: Sequence[str],
-    tokens: int,
-    samples: int,
     texts: Mapping[str, Sequence[Sequence[int]]] | None,
 ) -> None:
-    """Refuse empty requests, and texts that lack a prompt."""
-    if tokens < 1 or samples < 1:
-        raise CircuitError(
-            f"tokens and samples must be at least 1; found tokens={tokens}, samples={samples}"
-        )
+    """Refuse texts that lack a prompt."""
     if texts is not None and (without := [prompt for prompt in prompts if not texts.get(prompt)]):
         raise CircuitError(f"texts has none for the prompt {without[0]!r}; give each prompt's")
 
@@ -287,7 +281,8 @@ def _single_token_ids(
 
 
 def batches(examples: Sequence[ContrastExample], most: int) -> Iterator[list[int]]:
-    """Batches of at most `most` examples of one shape, as positions in their order."""
+    """Groups of at most `most` examples of one shape, which one forward pass may read together;
+    their positions among the examples."""
     order = sorted(range(len(examples)), key=lambda i: examples[i].shape)
     for _, same in groupby(order, key=lambda i: examples[i].shape):
         group = list(same)

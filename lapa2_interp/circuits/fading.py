@@ -45,7 +45,7 @@ from tqdm import tqdm
 from lapa2_interp._util.errors import CircuitError
 from lapa2_interp._util.plots import COLOURS, Drawing, new_figure, plain_axes
 from lapa2_interp._util.progress import given_or_new_bar
-from lapa2_interp._util.values import numbers_checked
+from lapa2_interp._util.values import Count, Natural, numbers_checked
 from lapa2_interp.attention.hooked import edit_scores, refuse_sinks
 from lapa2_interp.bias.augmentation import BIAS_CAP, Augmentation
 from lapa2_interp.circuits.contrast_set import ContrastLike, ContrastSet, as_contrast_set
@@ -55,10 +55,10 @@ from lapa2_interp.circuits.metrics import Metric, Predictions, one_metric
 from lapa2_interp.circuits.result_store import RECHECKED, ResultStore
 from lapa2_interp.circuits.statistics import share_interval
 from lapa2_interp.circuits.units import all_heads, head_mask, make_units
-from lapa2_interp.generation.teacher_forcing import SCORES_AT_ONCE
 from lapa2_interp.models.attention_interface import decided_path, read_without_matrix
 from lapa2_interp.models.card import Model, prepacked_model, smallest_window
 from lapa2_interp.models.load import accepts_model_name
+from lapa2_interp.models.span_attention import SCORES_AT_ONCE
 from lapa2_interp.stats import FEW, bounds
 from lapa2_interp.tasks.task import Task
 
@@ -240,14 +240,14 @@ def measure_fading(
     contrast: ContrastLike,
     *,
     filler: Sequence[int] = (64, 128, 256),
-    tokens: int = 32,
+    tokens: Count = 32,
     heads: Mapping[str, Heads | str] | None = None,
-    random: int = 0,
+    random: Natural = 0,
     alpha: float = 0.5,
     metric: str | Metric | Mapping[str, Metric] | None = None,
     seed: int = 1,
     file: str | Path | None = None,
-    batch_size: int | None = None,
+    batch_size: Count | None = None,
     progress: tqdm | None = None,
 ) -> Fading:
     """Measure the share of faded control that returns when the attention on the prefix does.
@@ -265,8 +265,8 @@ def measure_fading(
             add up, and else js.
         seed: Seed of the random heads, and of the texts of a task.
         file: A file for finished texts, a line for each batch, from which the same call continues.
-            Two stored texts are computed again, near and at the longest filler: they must equal the
-            stored values but for rounding.
+            Two stored texts are computed again, near and at the longest filler: the new numbers
+            must equal the stored values but for rounding.
         batch_size: Texts in one forward pass; changes nothing but memory and time.
         progress: A bar that counts steps.
 
@@ -275,10 +275,9 @@ def measure_fading(
             model, heads the model does not have, a file for other inputs, or as `control_score`.
     """
     lengths = sorted(set(filler) - {NEAR})
-    if not lengths or lengths[0] < NEAR or tokens < 1:
+    if not lengths or lengths[0] < NEAR:
         raise CircuitError(
-            f"fading needs filler lengths above {NEAR}, and at least one scored token; found filler"
-            f" {tuple(filler)}, tokens {tokens}"
+            f"fading needs filler lengths above {NEAR}; found filler {tuple(filler)}"
         )
     check_model_class(model)
     # Texts, heads and metric.
@@ -426,8 +425,6 @@ def _head_sets(
 ) -> dict[str, Heads]:
     """Sets of heads by name: all heads, the given sets, and random sets."""
     every = all_heads(model)
-    if random < 0:
-        raise CircuitError(f"random must be 0 sets or more; found {random}")
     if random and not heads:
         raise CircuitError(
             "random sets are as large as the first of `heads`; give heads, too (a selection)"
@@ -523,17 +520,17 @@ class _CachedForward:
         rows = [(example, i) for i in range(len(examples[0].attributes)) for example in examples]
         first, device = examples[0].layouts[0], model.cfg.device
         self.prefix, self.bos = first.prefix, first.bos
-        self.state, every = read_prefixes(model, rows)
+        self.cached_rows, every = read_prefixes(model, rows)
         # The token before the first scored one is the first scored query.
         self.width = len(first) + examples[0].n_steps - 1
-        self.state.expand(torch.arange(len(rows), device=device), capacity=self.width)
+        self.cached_rows.expand(torch.arange(len(rows), device=device), capacity=self.width)
         filler = every[:, :-tokens]
         with decided_path(model, filler.shape[1], self.width) as fused:
             size = SCORES_AT_ONCE // (len(rows) * model.cfg.n_heads * self.width)
             with read_without_matrix(model) if fused else nullcontext():
                 for part in filler.split(filler.shape[1] if fused else max(1, size), dim=1):
                     if part.shape[1]:
-                        self.state.read_tokens(part)
+                        self.cached_rows.read_tokens(part)
         self.tokens = every[:, -tokens:]
         # Keys of each scored query, BOS included.
         self.l = torch.arange(self.width - tokens + 1, self.width + 1, device=device).double()
@@ -558,8 +555,8 @@ class _CachedForward:
             return changed
 
         with edit_scores(self.model, change), refuse_sinks(self.model):
-            logits = self.state.read_tokens(self.tokens, keep=self.tokens.shape[1])
-        self.state.crop(self.tokens.shape[1])
+            logits = self.cached_rows.read_tokens(self.tokens, keep=self.tokens.shape[1])
+        self.cached_rows.crop(self.tokens.shape[1])
         return logits.unflatten(0, (-1, self.n))
 
     def _sum_scores(self, scores: Float[Tensor, "row head query key"]) -> _LayerScores:

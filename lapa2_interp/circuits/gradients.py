@@ -44,7 +44,7 @@ from lapa2_interp._util.errors import CircuitError, pluralize, unknown_choice
 from lapa2_interp._util.plots import Drawing
 from lapa2_interp._util.progress import given_or_new_bar
 from lapa2_interp._util.table_formats import format_number
-from lapa2_interp._util.values import numbers_checked
+from lapa2_interp._util.values import Count, numbers_checked
 from lapa2_interp.bias.augmentation import AugmentationLike
 from lapa2_interp.bias.layout import Span
 from lapa2_interp.circuits.contrast_set import ContrastLike, ContrastSet, as_contrast_set
@@ -142,14 +142,14 @@ def attribution(
     *,
     metric: str | Metric | Mapping[str, Metric] = "js",
     augmentation: AugmentationLike = None,
-    batch_size: int = 1,
+    batch_size: Count = 1,
     progress: tqdm | None = None,
 ) -> Attribution:
     """Compute slope and cut_hat of every head, from one forward and one backward pass a text.
 
     Args:
         model: A TransformerBridge in float32 or float64, with custom hooks if it has any.
-        contrast: As `control_score`.
+        contrast: A `ContrastSet`, or a task by name or value, or one or more examples.
         metric: A name of `METRICS`, or {name: function of `Predictions`} made of operations that
             torch can differentiate.
         augmentation: One or more augmentations that act in every branch. The bias b comes on top,
@@ -342,7 +342,8 @@ class PrefilterRecall:
         )
 
 
-def prefilter_recall(gradient: Attribution, exact: KnockOut, n: int = 24) -> PrefilterRecall:
+@numbers_checked
+def prefilter_recall(gradient: Attribution, exact: KnockOut, n: Count = 24) -> PrefilterRecall:
     """Compare the gradient's order of heads with exact knock-outs.
 
     Args:
@@ -352,7 +353,7 @@ def prefilter_recall(gradient: Attribution, exact: KnockOut, n: int = 24) -> Pre
 
     Raises:
         CircuitError: The knock-outs are not of single heads, of another model's size, of other
-            texts, or of another metric; or n is below 1.
+            texts, or of another metric.
     """
     for unit in exact.units:
         if len(unit.heads) != 1 or unit.positions is not None:
@@ -360,8 +361,6 @@ def prefilter_recall(gradient: Attribution, exact: KnockOut, n: int = 24) -> Pre
                 f"recall compares single heads; found {unit.name!r}; give knock-outs made with"
                 ' over="head"'
             )
-    if n < 1:
-        raise CircuitError(f"recall needs at least one head to keep; found n={n}")
     if gradient.metric != exact.metric:
         raise CircuitError(
             f"the attribution is of metric {gradient.metric!r}, the knock-outs of {exact.metric!r};"

@@ -3,10 +3,11 @@
     effect = D - D without the unit          per step; > 0 where the unit carries control
 
 A unit is a layer, a head, a KV head of a layer, a position of the prefix, a head's view of one
-position, or any set of heads. It sees one of four replacements instead of the prefix (`edits`).
-`resample` and `mean` change the target's branch and the others one after the other, and average the
-two effects: with both changed at once, a unit that alone carries the control would count twice.
-Knock-outs of several heads at once (`joint_curve`) say which heads are needed, and which suffice.
+position, or any set of heads. A head that is cut sees one of four replacements instead of the
+prefix (`edits`). `resample` and `mean` change the target's branch and the others one after the
+other, and average the two effects: with both changed at once, a unit that alone carries the control
+would count twice. Knock-outs of several heads at once (`joint_curve`) say which heads are needed,
+and which suffice.
 
     table = knock_out(model, "sentiment")
     table.frame()                             # effect, interval, share, family-wise p, rank
@@ -29,7 +30,7 @@ from tqdm import tqdm
 from lapa2_interp._util.errors import CircuitError, pluralize, unknown_choice
 from lapa2_interp._util.plots import Drawing, new_figure, plain_axes
 from lapa2_interp._util.progress import given_or_new_bar
-from lapa2_interp._util.values import numbers_checked
+from lapa2_interp._util.values import Count, numbers_checked
 from lapa2_interp.bias.augmentation import AugmentationLike, Phase
 from lapa2_interp.circuits.contrast_set import ContrastLike, as_contrast_set
 from lapa2_interp.circuits.edits import Edit, Heads, evaluate_edits
@@ -46,7 +47,8 @@ from lapa2_interp.models.card import Model
 from lapa2_interp.models.load import accepts_model_name
 
 NULL = "nothing"
-"""Name of the null unit, in which every head's output changes by one rounding step and no more."""
+"""Name and key of the null unit, in which every head's output changes by one rounding step and no
+more (`edits.Edit`, replacement "null"); its effect is the table's noise."""
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -61,8 +63,9 @@ class KnockOut(UnitTable):
         others: The tables by other metrics, from the same passes.
     """
 
+    # Other tables may lack these, or have other units.
     units: tuple[Unit, ...]
-    whole: Float[np.ndarray, " example"]
+    total: Float[np.ndarray, " example"]
     noise: float
     replacement: str
     phase: Phase
@@ -100,13 +103,14 @@ def knock_out(
     other_metrics: Sequence[str] | None = None,
     augmentation: AugmentationLike = None,
     file: str | Path | None = None,
-    batch_size: int | None = None,
+    batch_size: Count | None = None,
     progress: tqdm | None = None,
 ) -> KnockOut:
     """Measure the control that is lost without each unit.
 
     Args:
-        model, contrast: As `control_score`.
+        model: A TransformerBridge, with custom hooks if it has any, or a `TransformersModel`.
+        contrast: A `ContrastSet`, or a task by name or value, or one or more examples.
         over: "layer", "head", "kv", "position", "head x position", or sets of heads by name: pairs,
             or a text such as "3.1,4.0-8".
         units: Chosen units, instead of all of a kind.
@@ -117,9 +121,9 @@ def knock_out(
         other_metrics: Further metrics, from the same passes; by default lex where there are words.
         augmentation: One or more augmentations that act in every branch besides.
         file: A file for finished units, a line each, from which the same call continues. The
-            control itself and the two stored units of largest effect are computed again: they must
-            equal the stored values but for rounding. New values are shifted by the difference that
-            rounding makes in the control.
+            control itself and the two stored units of largest effect are computed again: the new
+            numbers must equal the stored values but for rounding. New values are shifted by the
+            difference that rounding makes in the control.
         batch_size: Texts in one forward pass; changes nothing but memory and time.
 
     Raises:
@@ -129,7 +133,7 @@ def knock_out(
     # Metrics, units and their edits.
     contrast_set = as_contrast_set(model, contrast)
     chosen = metrics_by_name(metric)
-    first = next(iter(chosen))
+    main = next(iter(chosen))  # the table's metric; the others are its `others`
     more = (("lex",) if contrast_set.words else ()) if other_metrics is None else other_metrics
     if further := [name for name in more if name not in chosen]:
         chosen |= metrics_by_name(further)
@@ -144,7 +148,7 @@ def knock_out(
         NULL: [Edit(all_heads(model), replacement="null")],
         **{unit.key: _edits(unit, replacement, phase) for unit in wanted},
     }
-    names = ["", NULL, *(unit.name for unit in wanted)]
+    names = [CONTROL, NULL, *(unit.name for unit in wanted)]
     if len(set(names)) < len(names):
         twice = next(name for i, name in enumerate(names) if name in names[:i])
         raise CircuitError(f"two units are called {twice!r}; give each another name")
@@ -162,8 +166,8 @@ def knock_out(
     again: list[str] = []
     if CONTROL in store:
         of_units = [unit.key for unit in wanted if unit.key in store]
-        control = store[CONTROL][first]
-        of_units.sort(key=lambda key: -np.abs(control - store[key][first]).max())
+        control = store[CONTROL][main]
+        of_units.sort(key=lambda key: -np.abs(control - store[key][main]).max())
         again = [CONTROL, *list(dict.fromkeys(of_units))[:RECHECKED]]
     keys = [*again, *(key for key in edits if key not in store)]
     todo = [(key, edit) for key in keys for edit in edits[key]]
@@ -191,8 +195,8 @@ def knock_out(
                 elif key == CONTROL:
                     store.check_control(store[CONTROL], now)
                 else:
-                    label = next(unit.name for unit in wanted if unit.key == key)
-                    store.check(store[key], now, label)
+                    name_of_unit = next(unit.name for unit in wanted if unit.key == key)
+                    store.check(store[key], now, name_of_unit)
     # A unit's effect: the control that is lost without it.
     tables = {}
     for name in chosen:
@@ -201,7 +205,7 @@ def knock_out(
             contrast_set=contrast_set,
             units=tuple(wanted),
             values=np.stack([control - store[unit.key][name] for unit in wanted], axis=1),
-            whole=control,
+            total=control,
             noise=float(np.abs(control - store[NULL][name]).max()),
             label=f"lost {name}, nats a step" if name in METRICS else f"lost {name}",
             replacement=replacement,
@@ -209,7 +213,7 @@ def knock_out(
             metric=name,
             augmentation=augmentation,
         )
-    return replace(tables.pop(first), others=tables)
+    return replace(tables.pop(main), others=tables)
 
 
 def _edits(unit: Unit, replacement: str, phase: Phase) -> list[Edit]:
@@ -271,12 +275,12 @@ def joint_curve(
     model: Model,
     table: KnockOut,
     *,
-    sizes: Sequence[int] = (1, 2, 4, 8, 16, 32),
+    sizes: Sequence[Count] = (1, 2, 4, 8, 16, 32),
     replacement: str | None = None,
     phase: Phase | None = None,
     metric: str | Metric | Mapping[str, Metric] | None = None,
     prefix_attention: Float[np.ndarray, "layer head"] | None = None,
-    seeds: int = 3,
+    seeds: Count = 3,
     file: str | Path | None = None,
     progress: tqdm | None = None,
 ) -> JointCurve:
@@ -296,8 +300,8 @@ def joint_curve(
             -0 or -1.
 
     Raises:
-        CircuitError: The table is not one of heads, or has fewer than 2 prompts; sizes or seeds
-            below 1; or as `knock_out`.
+        CircuitError: The table is not one of heads, or has fewer than 2 prompts; no size that it
+            has; or as `knock_out`.
     """
     if metric is None:
         metric = "lex" if "lex" in table.metrics else table.metric
@@ -314,13 +318,6 @@ def joint_curve(
     ):
         raise CircuitError("a joint curve needs knock-outs of single heads, of 2 prompts or more")
     every = all_heads(model)
-    if small := [n for n in sizes if n < 1]:
-        raise CircuitError(f"sizes are numbers of heads, at least 1; found {small[0]}")
-    if seeds < 1:
-        raise CircuitError(
-            f"random heads are drawn at least once for each size; found seeds={seeds}, give 1 or"
-            " more"
-        )
     requested = sizes
     sizes = [n for n in sizes if n <= len(table.units) and n < len(every)]
     if not sizes:
@@ -368,12 +365,12 @@ def joint_curve(
             progress=progress,
         )
         # Control of the other half, and what is left of it.
-        control[judged] = together.whole
+        control[judged] = together.total
         for i, (kind, n, seed) in enumerate(sets):
             draws = left.setdefault(
                 (kind, n), np.zeros((seeds if kind == "random" else 1, len(control)))
             )
-            draws[seed, judged] = together.whole - together.values[:, i]
+            draws[seed, judged] = together.total - together.values[:, i]
     # Shares over the prompts of both halves; random draws are averaged.
     rows = []
     for (kind, n), draws in left.items():

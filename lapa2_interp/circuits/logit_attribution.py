@@ -14,8 +14,8 @@ u is the gradient, at this query, of the branch's preference for its attribute's
 parts of all heads, biases, MLPs, the embedding and the norm's bias sum to the logit difference
 itself.
 
-This is the direct effect only. A head that writes for other heads has none, however much control is
-lost without it (`knockout`).
+All of this is the direct effect only. A head that writes for other heads has none, however much
+control is lost without it (`knockout`).
 """
 
 from __future__ import annotations
@@ -174,7 +174,7 @@ def head_logit_attribution(
 
     Args:
         model: A TransformerBridge.
-        contrast: As `control_score`.
+        contrast: A `ContrastSet`, or a task by name or value, or one or more examples.
         augmentation: One or more augmentations that act in every branch.
         progress: A bar that counts texts.
 

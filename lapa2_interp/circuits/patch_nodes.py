@@ -16,14 +16,22 @@ from torch import Tensor
 from lapa2_interp._util.errors import CircuitError, DeadHookError, unknown_choice
 from lapa2_interp.bias.places import head_pairs
 from lapa2_interp.circuits.contrast_set import ContrastSet
-from lapa2_interp.circuits.edits import Branches, Edit, check_has_hooks, edited_logits, text_logits
+from lapa2_interp.circuits.edits import (
+    HOOK_Z,
+    Branches,
+    Edit,
+    check_has_hooks,
+    edited_logits,
+    text_logits,
+)
 from lapa2_interp.circuits.examples import ContrastExample
 from lapa2_interp.circuits.units import Location, PatchUnit
 from lapa2_interp.models.card import Model, kv_heads, weights_dtype
+from lapa2_interp.models.liveness import HOOK_PATTERN
 
 HOOKS: Mapping[str, str] = {
-    "z": "blocks.{}.attn.hook_z",
-    "pattern": "blocks.{}.attn.hook_pattern",
+    "z": HOOK_Z,
+    "pattern": HOOK_PATTERN,
     "resid_pre": "blocks.{}.hook_resid_pre",
     "resid_post": "blocks.{}.hook_resid_post",
     "attn_out": "blocks.{}.hook_attn_out",

@@ -41,7 +41,7 @@ from tqdm import tqdm
 from lapa2_interp._util.errors import CircuitError, pluralize, unknown_choice
 from lapa2_interp._util.plots import Drawing
 from lapa2_interp._util.progress import given_or_new_bar
-from lapa2_interp._util.values import numbers_checked
+from lapa2_interp._util.values import Count, numbers_checked
 from lapa2_interp.circuits.contrast_set import ContrastLike, ContrastSet, as_contrast_set
 from lapa2_interp.circuits.edits import items_per_batch
 from lapa2_interp.circuits.examples import ContrastExample, batches
@@ -152,7 +152,7 @@ def patch(
     parts: Sequence[str] | None = None,
     together: Mapping[str, Sequence[Location]] | None = None,
     keep: Mapping[str, Sequence[Location]] | None = None,
-    batch_size: int | None = None,
+    batch_size: Count | None = None,
     progress: tqdm | None = None,
 ) -> Patching:
     """Measure the share of the difference between two branches that each unit of a node carries.
@@ -160,7 +160,8 @@ def patch(
     Args:
         model: A TransformerBridge, with custom hooks if it has any; for nodes of the prefix also a
             `TransformersModel`.
-        contrast: As `control_score`, of two attributes.
+        contrast: A `ContrastSet`, or a task by name or value, or one or more examples; of two
+            attributes.
         node: One of `NODES`.
         metric: "favour" (lse over the target's words minus lse over the opposite's, of the
             log-probabilities), "log_prob" (of the text's tokens), or a `RunMetric`. By default
@@ -209,7 +210,7 @@ def patch(
     total = sum(example.n_steps for example in contrast_set.examples) * n_units * len(directions)
     n_together = max(1, most // n_units)  # examples
     size = max(1, most // n_together)  # units
-    work = product(
+    passes = product(
         directions, list(batches(contrast_set.examples, n_together)), range(0, n_units, size)
     )
     with (
@@ -217,7 +218,7 @@ def patch(
         torch.no_grad(),
         prepacked_model(model),
     ):
-        for way, group, first in work:
+        for way, group, first in passes:
             examples, some = [contrast_set.examples[i] for i in group], units[first : first + size]
             into = 1 if way == "denoise" else 0
             runs = runs_of(examples, some, into)

@@ -14,12 +14,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import cache
+from typing import Annotated
 
 import numpy as np
 from jaxtyping import Float
+from pydantic import Field
 
 from lapa2_interp._util.errors import CircuitError
-from lapa2_interp._util.values import numbers_checked
+from lapa2_interp._util.values import Positive, numbers_checked
 from lapa2_interp.attention.tables import select_layer_type
 from lapa2_interp.bias.augmentation import ALPHA_BOUNDS, Augmentation, AugmentationLike
 from lapa2_interp.circuits.contrast_set import ContrastLike, as_contrast_set
@@ -41,7 +43,8 @@ def mean_prefix_attention(
     in all branches.
 
     Args:
-        model, contrast: As `control_score`.
+        model: A TransformerBridge, with custom hooks if it has any, or a `TransformersModel`.
+        contrast: A `ContrastSet`, or a task by name or value, or one or more examples.
         augmentation: One or more augmentations.
 
     Raises:
@@ -70,10 +73,10 @@ def mean_prefix_attention(
 def alpha_at_prefix_attention(
     model: Model,
     contrast: ContrastLike,
-    goal: float,
+    goal: Annotated[float, Field(gt=0, lt=1)],
     augmentation: AugmentationLike = None,
     *,
-    max_alpha: float = 8.0,
+    max_alpha: Positive = 8.0,
 ) -> float:
     """The alpha at which an augmentation gives the prefix the mean attention `goal`, to one part in
     a thousand.
@@ -86,7 +89,7 @@ def alpha_at_prefix_attention(
             arms.
         goal: The mean attention, above that without a bias.
         augmentation: One augmentation, whose alpha is replaced; by default LaPA2 in all heads.
-        max_alpha: The largest alpha that is tried, above 0.
+        max_alpha: The largest alpha that is tried.
 
     Raises:
         CircuitError: The goal is not above the attention without a bias, or it is above that of
@@ -98,10 +101,6 @@ def alpha_at_prefix_attention(
         raise CircuitError(f"alpha is that of one augmentation; found {len(rules)}")
     rule = rules[0] or Augmentation(alpha=1)
     high = ALPHA_BOUNDS.get(rule.law, (0.0, math.inf))[1]
-    if not 0 < goal < 1:
-        raise CircuitError(f"goal must be a share of attention between 0 and 1; found {goal:g}")
-    if not 0 < max_alpha < math.inf:
-        raise CircuitError(f"max_alpha must be a finite number above 0; found {max_alpha:g}")
     top = min(max_alpha, high)
 
     @cache

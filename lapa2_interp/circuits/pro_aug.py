@@ -29,7 +29,7 @@ from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 
 from lapa2_interp._util.errors import CircuitError, parameter
-from lapa2_interp._util.values import numbers_checked
+from lapa2_interp._util.values import Count, numbers_checked
 from lapa2_interp.attention.cache import prompt_log_likelihood, soft_inputs
 from lapa2_interp.attention.hooked import edit_scores
 from lapa2_interp.bias.layout import Layout
@@ -90,8 +90,8 @@ def prompt_slope(
     heads: Heads | None = None,
     metric: str | Metric | Mapping[str, Metric] = "js",
     words: Mapping[str, Sequence[int]] | None = None,
-    tokens: int = 32,
-    samples: int = 1,
+    tokens: Count = 32,
+    samples: Count = 1,
     seed: int = 1,
 ) -> PromptSlope:
     """Compute the slope of a method's control in the bias on its raw branch's prompt, at bias 0.
@@ -129,7 +129,7 @@ def prompt_slope(
     _check_method(decoder, branches[target])
     asked = as_prompts(chosen.prompts if prompts is None else prompts)
     requested = tuple(dict.fromkeys(asked.texts))
-    check_request(requested, tokens, samples, texts)
+    check_request(requested, texts)
     if len(requested) < FEW:
         raise CircuitError(
             f"{len(requested)} prompts are too few to decide by; give at least {FEW}, better 32"

@@ -21,7 +21,7 @@ from lapa2_interp.circuits.contrast_set import ContrastSet
 from lapa2_interp.models.card import Model, weights_dtype
 
 CONTROL = ""
-"""Key of the control itself in a file of units."""
+"""Key, and name, of the control itself in a file of units: nothing is knocked out."""
 CONTROL_SHARE = 1e-2
 """The share of the control by which a stored control may differ from the one of now."""
 RECHECKED = 2
@@ -107,7 +107,7 @@ class ResultStore:
         """Store a result, and append it to the file."""
         self.results[name] = values
         if self._file is not None:
-            lists = {label: array.tolist() for label, array in values.items()}
+            lists = {metric: array.tolist() for metric, array in values.items()}
             self._file.write(json.dumps({"unit": name, "values": lists}) + "\n")
             self._file.flush()
 
@@ -151,9 +151,9 @@ class ResultStore:
         for name, values in now.items():
             before = stored[name][: len(values)]
             if np.abs(before - values).max() > share * np.abs(control[name]).max() + 1e-6:
-                label = f"{name} without {without}" if without else name
+                subject = f"{name} without {without}" if without else name
                 raise CircuitError(
-                    f"{self._path} holds results of another model or metric: {label} was"
+                    f"{self._path} holds results of another model or metric: {subject} was"
                     f" {before.mean():.4g}, and is {values.mean():.4g} now; give another file"
                 )
 

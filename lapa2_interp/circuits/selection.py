@@ -1,5 +1,6 @@
-"""Selection of the heads and tokens to steer: chosen on some prompts, saved as a card, used as an
-augmentation anywhere.
+"""Selection of the heads and tokens to steer.
+
+Heads are chosen on some prompts, saved as a card, and used as an augmentation anywhere.
 
     chosen = select(model, "sentiment", score="cut", heads=8, prompts=half)
     chosen.augmentation(alpha=0.5)      # a plain Augmentation of these heads and tokens
@@ -14,7 +15,8 @@ Heads are ordered by one of five scores:
     random  nothing: a baseline
 
 A head is chosen where the 95 % interval of its score over prompts lies above 0 (by mass and at
-random: always). Heads whose interval lies below 0 work against the prefix. They are never chosen.
+random: always). Heads whose interval lies below 0 work against the prefix. Such heads are never
+chosen.
 
 With `pro_aug=METHOD` a selection also decides if this method's raw branch should strengthen the
 prompt (`prompt_slope`).
@@ -45,7 +47,7 @@ from lapa2_interp._util.errors import (
 )
 from lapa2_interp._util.files import write_json
 from lapa2_interp._util.parsing import parse_object, read_text
-from lapa2_interp._util.values import check_value, numbers_checked
+from lapa2_interp._util.values import Natural, check_value, numbers_checked
 from lapa2_interp._util.version import __version__
 from lapa2_interp.bias.augmentation import Augmentation
 from lapa2_interp.bias.places import FORMS, read_place
@@ -217,10 +219,10 @@ def select(
     contrast: ContrastLike,
     *,
     score: HeadScore = "cut",
-    heads: int = 8,
+    heads: Natural = 8,
     positions: str | Sequence[int] = "all",
     metric: str = "js",
-    screen: int = SCREENED,
+    screen: Natural = SCREENED,
     seed: int = 1,
     file: str | Path | None = None,
     pro_aug: str | Method | None = None,
@@ -324,9 +326,7 @@ def _check_choice(score: str, heads: int, screen: int, file: str | Path | None) 
     """Refuse arguments of `select` that do not go together."""
     if score not in get_args(HeadScore):
         raise CircuitError(unknown_choice("score", score, get_args(HeadScore)))
-    if heads < 0:
-        raise CircuitError(f"heads must be at least 1, or 0 for all of them; found {heads}")
-    if screen < 0 or (score == "cut" and 0 < screen < heads):
+    if score == "cut" and 0 < screen < heads:
         raise CircuitError(
             f"screen must be at least the {heads} heads to choose, or 0 for all of them; found"
             f" {screen}"
@@ -522,7 +522,7 @@ def sufficient_tokens(model: Model, contrast: ContrastLike, metric: str = "js") 
             for candidate in candidates
         ]
         table = knock_out(model, contrast_set, units=units, metric=metric, other_metrics=())
-        control = contrast_set.by_prompt(table.whole)
+        control = contrast_set.by_prompt(table.total)
         left = control[:, None] - table.by_prompt
         share, low, _ = share_interval(left, control)
         suffices = (share >= REQUIRED_SHARE) & (low >= REQUIRED_BOUND)

@@ -1,5 +1,7 @@
-"""Study of a model and a task, from the control score to the words that heads promote, in one
-folder. `report.study_page` renders its results as a page.
+"""Study of a model and a task, in one folder.
+
+A study goes from the control score to the words that heads promote. `report.study_page` renders its
+results as a page.
 
 Texts and knock-outs are stored in the folder as they finish, and the same call continues from
 them; the rest is computed again:
@@ -33,7 +35,7 @@ from lapa2_interp._util.parsing import parse_object, read_text
 from lapa2_interp._util.same_inputs import check_same_inputs
 from lapa2_interp._util.table_formats import as_csv
 from lapa2_interp._util.terminal import format_duration
-from lapa2_interp._util.values import numbers_checked
+from lapa2_interp._util.values import Count, numbers_checked
 from lapa2_interp.bias.augmentation import Phase
 from lapa2_interp.circuits.contrast_set import ContrastSet
 from lapa2_interp.circuits.control import control_score
@@ -56,7 +58,7 @@ added."""
 TABLES = ("layer", "kv", "head", "position")
 VARIANT_COST = 14
 """Time of all other replacements and phases of a head, in knock-outs."""
-VARIANTS: tuple[tuple[str, Phase], ...] = (
+OTHER_KNOCK_OUTS: tuple[tuple[str, Phase], ...] = (
     ("zero", "after_span"),
     ("resample", "after_span"),
     ("mean", "after_span"),
@@ -76,10 +78,10 @@ def run_study(
     *,
     attribute: str | None = None,
     prompts: str | Path | Sequence[str | Path] | Prompts | None = None,
-    tokens: int = 32,
-    samples: int = 1,
+    tokens: Count = 32,
+    samples: Count = 1,
     seed: int = 1,
-    best: int = BEST,
+    best: Count = BEST,
     report: Callable[[str], None] = print,
 ) -> CircuitStudy:
     """Make the whole study, and write its folder.
@@ -89,14 +91,12 @@ def run_study(
         task, attribute, prompts, tokens, samples, seed: As `ContrastSet.of`.
         folder: A new folder, or one that the same call has begun.
         best: Number of the best heads that are tested with the other replacements and phases; as
-            many random heads are added. At least 1.
+            many random heads are added.
         report: A function that takes a line about each step.
 
     Raises:
         CircuitError: The folder holds another study; or as `control_score`.
     """
-    if best < 1:
-        raise CircuitError(f"best must be at least 1; found {best}")
     folder = Path(folder)
     # The texts.
     settings: dict[str, Any] = {
@@ -156,7 +156,7 @@ def run_study(
     attention = prefix_attention_by_head(model, contrast_set)
     chosen = _best_and_random_heads(heads, best)
     variants = {}
-    for replacement, phase in VARIANTS:
+    for replacement, phase in OTHER_KNOCK_OUTS:
         name = replacement if phase == "after_span" else f"{replacement}, {phase}"
         report(f"{pluralize(len(chosen), 'head')} again: {name}")
         variants[name] = knocked_out(

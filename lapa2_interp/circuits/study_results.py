@@ -94,7 +94,7 @@ class CircuitStudy:
             f" {format_interval(score['mean'], score['low'], score['high'])} nats a step apart"
             " (js)."
         )
-        if np.abs(self.heads.whole).max() <= self.heads.noise:
+        if np.abs(self.heads.total).max() <= self.heads.noise:
             nothing = (
                 f"{control} That is no more than rounding: in these texts the model does not tell"
                 " the prefixes apart, so there is no control that a head could carry."

@@ -38,11 +38,11 @@ class UnitTable:
         contrast_set: The texts.
         units: The units, such as heads.
         values: By example and unit.
-        whole: By example, the quantity of which values are shares; None where they are none.
+        total: By example, the quantity of which values are shares; None where they are none.
         noise: Values up to this size are rounding; None where that was not measured.
         name: The name of the value, a column of `frame`.
         label: The label of its axis, with the unit of measurement.
-        as_shares: Order, map and drawing are of shares of the whole.
+        as_shares: Order, map and drawing are of shares of the total.
 
     Example:
         >>> from lapa2_interp import circuits, load_model
@@ -54,7 +54,7 @@ class UnitTable:
     contrast_set: ContrastSet
     units: tuple[Unit | PatchUnit, ...]
     values: Float[np.ndarray, "example unit"]
-    whole: Float[np.ndarray, " example"] | None = None
+    total: Float[np.ndarray, " example"] | None = None
     noise: float | None = None
     name: str = "effect"
     label: str = "effect"
@@ -72,10 +72,10 @@ class UnitTable:
 
     @property
     def shares(self) -> Float[np.ndarray, " unit"]:
-        """Means over prompts as shares of the whole's."""
-        assert self.whole is not None
+        """Means over prompts as shares of the total's."""
+        assert self.total is not None
         with np.errstate(divide="ignore", invalid="ignore"):
-            return self.means / self.contrast_set.by_prompt(self.whole).mean()
+            return self.means / self.contrast_set.by_prompt(self.total).mean()
 
     @property
     def split_half(self) -> float:
@@ -85,15 +85,15 @@ class UnitTable:
     @property
     def _sign(self) -> float:
         """-1 where the largest share is the lowest value."""
-        if not self.as_shares or self.whole is None:
+        if not self.as_shares or self.total is None:
             return 1.0
-        return float(np.sign(self.contrast_set.by_prompt(self.whole).sum())) or 1.0
+        return float(np.sign(self.contrast_set.by_prompt(self.total).sum())) or 1.0
 
     def frame(self) -> pd.DataFrame:
         """A row for every unit, the largest first.
 
         Columns: the unit's labels; the value (effect, or `name`) with its 95 % interval over
-        prompts, low and high; its share of the whole, with an interval; t, p, p_max (corrected for
+        prompts, low and high; its share of the total, with an interval; t, p, p_max (corrected for
         the number of units) and q; rank with its interval; the noise, and below_noise. With fewer
         than 8 prompts there are no p-values: numbers, no claims.
 
@@ -106,9 +106,9 @@ class UnitTable:
         values = self.by_prompt
         low, high = bounds(values)
         columns: dict[str, Any] = {self.name: self.means, "low": low, "high": high}
-        if self.whole is not None:
+        if self.total is not None:
             with np.errstate(divide="ignore", invalid="ignore"):
-                shares = share_interval(values, self.contrast_set.by_prompt(self.whole))
+                shares = share_interval(values, self.contrast_set.by_prompt(self.total))
             columns |= dict(zip(("share", "share_low", "share_high"), shares, strict=True))
         tests, order = max_t(values), ranks(values * self._sign)
         few = len(values) < FEW

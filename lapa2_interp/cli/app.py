@@ -103,20 +103,20 @@ SEVERAL = (tuple[int, ...], tuple[float, ...], tuple[float, float], tuple[float,
 """Types of options that are several."""
 
 
-def convert_value(kind: Any, tokens: Sequence[Token]) -> Any:
+def convert_value(annotation: Any, tokens: Sequence[Token]) -> Any:
     """An option's value: numbers as a grid file has them, all else as cyclopts reads it.
 
     Raises:
         Lapa2Error: No number where one belongs, in the sentence of every setting.
     """
-    if kind not in (*NUMBERS, *SEVERAL):
-        return convert(kind, tokens)
+    if annotation not in (*NUMBERS, *SEVERAL):
+        return convert(annotation, tokens)
     from lapa2_interp._util.values import check_value, read_value
 
     name = str(tokens[0].keyword or tokens[0].value).lstrip("-").replace("-", "_")
     values = tuple(read_value(token.value) for token in tokens)
-    value = values if kind in SEVERAL else values[0]
-    return check_value(name, value, kind)
+    value = values if annotation in SEVERAL else values[0]
+    return check_value(name, value, annotation)
 
 
 app = App(

@@ -35,7 +35,7 @@ def chat(
     attention on the span against step. Nothing is stored. For example
 
         lapa2 chat messages.json --span "phrase:be brief" --augmentation instaboost
-        lapa2 chat messages.json --later "And snow?" "And hail?" --keep-turns
+        lapa2 chat messages.json --keep-turns --later "And snow?" "And hail?"
 
     Args:
         messages: A JSON list of {"role": ..., "content": ...}, perhaps with "reasoning_content".

@@ -25,9 +25,9 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 from cyclopts import Parameter
 from pydantic import Field
 
+from lapa2_interp._util.values import Count, Natural, NotNegative, Positive
 from lapa2_interp.cli.app import definition
 from lapa2_interp.cli.options import columns, settings
-from lapa2_interp.generation.settings import Count
 from lapa2_interp.models.machine import Dtype, DtypeOrAuto, ModelClass
 
 Values = dict[str, Any]
@@ -46,10 +46,11 @@ class _Names(dict[str, Any]):
 
 
 TYPES = _Names(
-    {kind.__name__: kind for kind in (str, int, float, bool, tuple, list)},
-    Any=Any, Literal=Literal, Annotated=Annotated, Field=Field, Count=Count, Path=Path,
-    Sequence=Sequence, Mapping=Mapping, Callable=Callable, Dtype=Dtype, DtypeOrAuto=DtypeOrAuto,
-    ModelClass=ModelClass,
+    {value_type.__name__: value_type for value_type in (str, int, float, bool, tuple, list)},
+    Any=Any, Literal=Literal, Annotated=Annotated, Field=Field,
+    Count=Count, Natural=Natural, Positive=Positive, NotNegative=NotNegative,
+    Path=Path, Sequence=Sequence, Mapping=Mapping, Callable=Callable,
+    Dtype=Dtype, DtypeOrAuto=DtypeOrAuto, ModelClass=ModelClass,
 )  # fmt: skip
 
 
@@ -72,13 +73,19 @@ def option_type(annotation: Any) -> Any:
         if origin is Sequence:
             inner: Any = option_type(get_args(member)[0])
             return tuple[inner, ...]
+        if origin is tuple:
+            return _or_none(tuple[tuple(map(option_type, get_args(member)))], members)  # type: ignore[misc]
     if str in plain and Path in plain:  # beside a value, a text is its name or its file
-        kind = str if Any in get_args(annotation) else Path
+        value_type = str if Any in get_args(annotation) else Path
     else:
-        kind = plain[0]
+        value_type = plain[0]
         for member in plain[1:]:
-            kind |= member
-    return kind | None if NoneType in members else kind
+            value_type |= member
+    return _or_none(value_type, members)
+
+
+def _or_none(value_type: Any, members: Sequence[Any]) -> Any:
+    return value_type | None if NoneType in members else value_type
 
 
 def _is_union(annotation: Any) -> bool:
@@ -106,15 +113,15 @@ def arguments_of(path: str) -> list[Argument]:
     for node, default in zip([*positional, *function.args.kwonlyargs], defaults, strict=True):
         assert node.annotation is not None
         annotation = eval(ast.unparse(node.annotation), {}, TYPES)
-        kind = option_type(annotation)
-        if kind is None:
+        value_type = option_type(annotation)
+        if value_type is None:
             continue
-        several = get_origin(kind) is tuple and get_args(kind)[-1] is Ellipsis
+        several = get_origin(value_type) is tuple and get_args(value_type)[-1] is Ellipsis
         position: Any = Argument.KEYWORD_ONLY
         value: Any = Argument.empty
         if positional and node is positional[0] and default is None:
             position = Argument.VAR_POSITIONAL if several else Argument.POSITIONAL_ONLY
-            kind = get_args(kind)[0] if several else kind
+            value_type = get_args(value_type)[0] if several else value_type
         elif default is not None:
             value = _default(module, default)
             value = () if several and value is None else value
@@ -122,8 +129,8 @@ def arguments_of(path: str) -> list[Argument]:
             name = "--set" if node.arg in ("changes", "parameters") else None
             shown = Parameter(name=name, consume_multiple=several and name is None,
                               show_default=value not in ((), None, False))  # fmt: skip
-            kind = Annotated[kind, shown]
-        arguments.append(Argument(node.arg, position, default=value, annotation=kind))
+            value_type = Annotated[value_type, shown]
+        arguments.append(Argument(node.arg, position, default=value, annotation=value_type))
     # A parameter without a default comes before those with one.
     return sorted(arguments, key=lambda one: (one.kind, one.default is not Argument.empty))
 
@@ -186,3 +193,11 @@ def command_of(
     run.__signature__ = Signature(arguments)  # type: ignore[attr-defined]
     run.__annotations__ = {one.name: one.annotation for one in arguments}
     return run
+
+
+def load_task(values: Values) -> None:
+    """Prepare a call: the task, checked by the methods that have texts of it."""
+    from lapa2_interp.methods.registry import load_task
+
+    if "task" in values:
+        values["task"] = load_task(values["task"])

@@ -50,10 +50,11 @@ def generate(
         lapa2 generate --prefix "Very formal:" --prompts "The lake" --out formal
 
     Args:
-        out: The run's folder. It appears when the run is complete.
+        out: The run's folder. The folder appears when the run is complete.
         device: cpu, cuda, cuda:1; CUDA when there is one, by default.
         pack: Compute with prepacked weights, which is faster on a CPU and takes as much memory
-            again: auto where it fits, on, or off. It may change the last bits of a logit, and so a
+            again: auto where it fits, on, or off. Prepacking may change the last bits of a logit,
+                and so a
             text.
         trust_remote_code: Run code that comes with the model.
         yes: Start also what reads over 10^11 tokens, or needs more memory than there is.

@@ -1,5 +1,7 @@
-"""The commands that show what there is: `lapa2 models | methods | prefixes | tasks | layout |
-probe`."""
+"""The commands that list what there is, and look at one model or layout.
+
+`lapa2 models | methods | prefixes | tasks | recipes | layout | probe`.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +18,6 @@ from lapa2_interp._util.errors import (
 )
 from lapa2_interp._util.paths import is_path, taken_as_path
 from lapa2_interp.cli.options import AsJson, AugmentationOptions, ModelOptions
-
-MOST_STEPS = 1_000_000
-"""Rows that `lapa2 layout` shows: more than any context has positions."""
 
 
 def models(*, as_json: AsJson = False) -> None:
@@ -108,8 +107,6 @@ def layout(
     from lapa2_interp.models.load import load_tokenizer
     from lapa2_interp.models.sizes import load_config
 
-    if not 1 <= steps <= MOST_STEPS:
-        raise LayoutError(f"--steps must be 1 to {MOST_STEPS}, found {steps}")
     for name, text in (("prefix", prefix), ("prompt", prompt)):
         if text is not None and is_path(text):
             raise LayoutError(f"--{name} {taken_as_path(text)}; give the text itself")

@@ -49,20 +49,20 @@ def _option(name: str, group: Group) -> tuple[str, Any, Any]:
     """The option of a setting: its name, type, and default. Values are texts, which `CellSettings`
     checks: the sentence about a wrong one is that of Python and grids."""
     setting = CellSettings.model_fields[name]
-    kind: Any = bool if setting.annotation is bool else str
-    default: Any = setting.default if kind is bool else str(setting.default or "")
+    value_type: Any = bool if setting.annotation is bool else str
+    default: Any = setting.default if value_type is bool else str(setting.default or "")
     if name in OTHER_NAMES:
-        kind, default = tuple[str, ...], ()
+        value_type, default = tuple[str, ...], ()
     choices = DtypeOrAuto if name == "dtype" else setting.annotation
     choices_text = f" [choices: {', '.join(names)}]" if (names := _choices(choices)) else ""
     parameter = Parameter(
         name=OTHER_NAMES.get(name),
         help=f"{setting.description}{choices_text}",
         group=group,
-        show_default=kind is str and bool(default),
+        show_default=value_type is str and bool(default),
         consume_multiple=name == "prompts",
     )
-    return name, Annotated[kind, parameter], field(default=default)
+    return name, Annotated[value_type, parameter], field(default=default)
 
 
 def _choices(annotation: Any) -> list[str]:
@@ -262,12 +262,12 @@ def columns(texts: Sequence[str]) -> dict[str, list[str]]:
 
 
 def _assignments(
-    texts: Sequence[str], option: str, form: str, kind: type[Lapa2Error]
+    texts: Sequence[str], option: str, form: str, error: type[Lapa2Error]
 ) -> dict[str, list[str]]:
     assignments: dict[str, list[str]] = {}
     for text in texts:
         name, mark, value = text.partition("=")
         if not mark:
-            raise kind(f"--{option} {text!r} is not of the form {form}")
+            raise error(f"--{option} {text!r} is not of the form {form}")
         assignments.setdefault(name, []).append(value)
     return assignments

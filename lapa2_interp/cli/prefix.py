@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, get_type_hints
 from lapa2_interp._util.commands import command_options
 from lapa2_interp._util.table_formats import as_text, format_interval, interval_cells
 from lapa2_interp._util.values import read_fields
-from lapa2_interp.cli.functions import Values, command_of
+from lapa2_interp.cli.functions import Values, command_of, load_task
 from lapa2_interp.cli.options import settings
 
 if TYPE_CHECKING:
@@ -23,14 +23,6 @@ def _read_changes(texts: Sequence[str], values: Values) -> dict[str, Any]:
     from lapa2_interp.prefixes.recipes import TrainingRecipe
 
     return read_fields(settings(texts), get_type_hints(TrainingRecipe))
-
-
-def _load_task(values: Values) -> None:
-    """The task, checked by the methods that have texts of it."""
-    from lapa2_interp.methods.registry import load_task
-
-    if "task" in values:
-        values["task"] = load_task(values["task"])
 
 
 def _print_set(table: pd.DataFrame, values: Values) -> None:
@@ -48,13 +40,13 @@ def _print_import(prefix: SoftPrefix, values: Values) -> None:
 
 
 train = command_of(
-    "prefixes.make:make_set", read={"changes": _read_changes}, prepare=_load_task, show=_print_set
+    "prefixes.make:make_set", read={"changes": _read_changes}, prepare=load_task, show=_print_set
 )
-evaluate = command_of("prefixes.make:measure_sets", prepare=_load_task, show=_print_sets)
+evaluate = command_of("prefixes.make:measure_sets", prepare=load_task, show=_print_sets)
 score = command_of(
     "runs.prefix_accuracy:prefix_accuracy", show=lambda table, _: print(as_text(table, ".3f"))
 )
-import_ = command_of("prefixes.importing:import_into_set", prepare=_load_task, show=_print_import)
+import_ = command_of("prefixes.importing:import_into_set", prepare=load_task, show=_print_import)
 
 
 def recipes() -> None:

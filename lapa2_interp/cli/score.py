@@ -1,21 +1,20 @@
-"""The commands that score: `lapa2 score`, and `lapa2 scorers list | train | sheets |
-answers`."""
+"""The commands that score: `lapa2 score`, `lapa2 scorers list | train | sheets | answers`."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-from lapa2_interp._util.errors import ScoringError
 from lapa2_interp._util.table_formats import as_text
-from lapa2_interp.cli.functions import Values, command_of
-from lapa2_interp.cli.options import Several, Unshown, columns
+from lapa2_interp.cli.functions import Values, command_of, load_task
 from lapa2_interp.scoring.scorer import SCORERS
 
 if TYPE_CHECKING:
+    import pandas as pd
+
     from lapa2_interp.runs.score import Scored
+    from lapa2_interp.scoring.linear import LinearCard
     from lapa2_interp.scoring.task_scorer import ScorerCard
 
 
@@ -65,94 +64,31 @@ def _show_held_out(card: ScorerCard, lengths: Sequence[str] = ()) -> None:
             print(f"    {row.value:.3f}{interval:<17} {row.measure}, {row.data}{length}, {row.n}")
 
 
-def train(
-    *,
-    task: str,
-    data: Annotated[tuple[str, ...], Unshown],
-    test: Annotated[tuple[str, ...], Unshown] = (),
-    graded: Annotated[tuple[str, ...], Unshown] = (),
-    c: float = 3.0,
-    out: Path,
-) -> None:
-    """Train a classifier for a task: a linear model on hashed n-grams, in minutes.
-
-    `analyses/train_adapters.py` trains adapters on SmolLM2, in hours. For example
-
-        lapa2 scorers train --task sentiment --data imdb --data sst2=3 \\
-            --c 1 --test imdb --test sst2 --out results/scorers
-
-    Args:
-        task: A task of `lapa2 tasks`, or the path of a task file; its attributes are the labels.
-        data: imdb, sst2 or agnews from the hub, or a file (.jsonl, .csv, .parquet, also compressed)
-            with fields text and label; repeat the option for more. =WEIGHT after it says how much
-            its texts count, such as sst2=3.
-        test: The same, for the card's results; of corpora on the hub the test split is read.
-        graded: A file of RealToxicityPrompts with Perspective scores (.jsonl, .jsonl.xz), for
-            toxicity: four fifths of its rows are learned, the rest tests the correlation. =WEIGHT
-            as above.
-        c: Inverse strength of the L2 penalty.
-        out: Folder of the weights and the card.
-    """
-    from lapa2_interp.methods.registry import load_task
-    from lapa2_interp.scoring.training import read_data, train_linear_scorer
-
-    chosen = load_task(task)
-    labels = tuple(chosen.attributes)
-    if not 0 < c < math.inf:
-        raise ScoringError(f"--c must be a positive number, found {c:g}")
-    read = read_data(labels, data, test, graded, out)
-    card = train_linear_scorer(chosen.name, labels, read, out, c)
-    file = out / f"{chosen.name}.npz"
+def _print_card(card: LinearCard, values: Values) -> None:
+    file = values["out"] / f"{card.task}.npz"
     print(*card.data, f"{file}, {file.stat().st_size / 1e6:.2f} MB", sep="\n")
     _show_held_out(card)
 
 
-def sheets(
-    source: Path,
-    /,
-    *,
-    out: Path,
-    n_texts: int = 100,
-    seed: int = 1,
-    column: str = "text",
-    only: Annotated[tuple[str, ...], Several] = (),
-) -> None:
-    """Make blinded sheets with the paper's rubric for human raters, as CSV.
+train = command_of("scoring.training:train_scorer", prepare=load_task, show=_print_card)
 
-    Args:
-        source: A run folder, or a file with columns text, prompt, attribute (and arm).
-        out: Folder of sheet.csv and rubric.txt, for the raters, and key.csv, which stays with you.
-        n_texts: Texts, over all arms together (the paper: 100 per task).
-        seed: Seed of the draw and the order.
-        column: The file's column of texts.
-        only: Only texts with these values, as COLUMN=VALUE: task=sentiment method=prefix
-            attribute=positive.
-    """
-    from lapa2_interp.runs.score import sheet_texts
-    from lapa2_interp.scoring.human import make_sheets
 
-    key = make_sheets(sheet_texts(source, column, columns(only)), out, n_texts, seed)
+def _print_key(key: pd.DataFrame, values: Values) -> None:
     counts = ", ".join(
         f"{count} {arm}".strip() for arm, count in key["arm"].value_counts(sort=False).items()
     )
     print(
-        f"{len(key)} texts ({counts}) in {out}: give sheet.csv and rubric.txt to the raters and"
-        " keep key.csv"
+        f"{len(key)} texts ({counts}) in {values['out']}: give sheet.csv and rubric.txt to the"
+        " raters and keep key.csv"
     )
 
 
-def answers(key: Path, /, *files: Path, out: Path | None = None) -> None:
-    """Read raters' answers: means per arm with 95 % intervals, and how far the raters agree.
-
-    Args:
-        key: The key.csv of `lapa2 scorers sheets`.
-        files: The raters' CSV files.
-        out: Also write answers.csv, table.csv and agreement.csv into this new folder.
-    """
-    from lapa2_interp.runs.score import read_answers
-
-    tables = read_answers(key, files, out)
+def _print_ratings(tables: dict[str, pd.DataFrame], values: Values) -> None:
     for name in ("table", "agreement"):
         print(as_text(tables[name], ".3f") + "\n")
-    if out is not None:
-        print(f"tables in {out}")
+    if "out" in values:
+        print(f"tables in {values['out']}")
+
+
+sheets = command_of("runs.score:rating_sheets", show=_print_key)
+answers = command_of("scoring.human:rating_tables", show=_print_ratings)

@@ -2,7 +2,7 @@
 
 A cell is refused here if it cannot run and no weights are needed to know that: only a tokenizer,
 the model's size and the cards of soft prefixes. A sweep does this before it begins (`runs.checks`),
-`plan` before and after the method has prepared for its prompts.
+`plan.plan_batches` before and after the method has prepared for its prompts.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from lapa2_interp.bias.layer_types import LayerType, distinct_types
 from lapa2_interp.bias.layout import Layout
 from lapa2_interp.generation.cell import Cell
 from lapa2_interp.methods.base import Branch, Prepared
-from lapa2_interp.methods.registry import assign_augmentations
 from lapa2_interp.models.card import ModelCard, check_rotary_side
 from lapa2_interp.models.sizes import ModelSize
 from lapa2_interp.tasks.task import ChatForm
@@ -52,10 +51,10 @@ class Arrangement:
     @property
     def longest(self) -> tuple[int, ...]:
         """Keys of the longest branch, by prompt; of a chat those before its last answer."""
-        rows_of_prompts = zip(*self.layouts, strict=True)
+        by_prompt = zip(*self.layouts, strict=True)
         return tuple(
-            max(map(len, rows)) + later
-            for rows, later in zip(rows_of_prompts, self.later_keys, strict=True)
+            max(map(len, branches)) + later
+            for branches, later in zip(by_prompt, self.later_keys, strict=True)
         )
 
 
@@ -84,7 +83,7 @@ def arrange(
     method, branches = cell.decoding_method, cell.branches
     open_texts = prepared is None and method.prepares
     preparations = [Prepared()] * len(cell.prompts) if prepared is None else prepared
-    augmentations = assign_augmentations(method, branches, cell.augmentation)
+    augmentations = cell.branch_augmentations
     steps, counts = [], []
     for prompt in cell.prompts:
         n = len(tokenizer(prompt, add_special_tokens=False).input_ids)
@@ -99,7 +98,7 @@ def arrange(
         raise LayoutError("a chat's template writes its first token; leave doubled_bos out")
     if cell.keeps_turns:
         _check_kept_turns(cell)
-    rows, later_keys = [], [0] * len(cell.prompts)
+    layouts, later_keys = [], [0] * len(cell.prompts)
     for branch, augmentation in zip(branches, augmentations, strict=True):
         reached: list[tuple[Augmentation, list[LayerType]]] = []
         for active in active_augmentations(augmentation):
@@ -132,9 +131,9 @@ def arrange(
                 for kind in kinds:  # refused beyond a window
                     branch_layout.acts(active, np.array([keys + new - 2]), kind)
             of_branch.append(branch_layout)
-        rows.append(tuple(of_branch))
+        layouts.append(tuple(of_branch))
     for prompt, new, later, of_prompt in zip(
-        cell.prompts, steps, later_keys, zip(*rows, strict=True), strict=True
+        cell.prompts, steps, later_keys, zip(*layouts, strict=True), strict=True
     ):
         if not open_texts:
             read = method.reads_prompt
@@ -146,9 +145,9 @@ def arrange(
             check_rotary_side(size.short_ctx, min(firsts), last, what)
     streams = cell.prompts
     if branches[0].chat is not None:
-        streams = tuple(map(chat_stream, rows[0]))
+        streams = tuple(map(chat_stream, layouts[0]))
     return Arrangement(
-        augmentations, tuple(rows), tuple(steps), tuple(counts), streams, tuple(later_keys)
+        augmentations, tuple(layouts), tuple(steps), tuple(counts), streams, tuple(later_keys)
     )
 
 

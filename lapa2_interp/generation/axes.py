@@ -1,5 +1,7 @@
-"""Axes of a block of settings: lists, whose combinations are points; one point gives one cell or
-several (`resolve.cells_of`)."""
+"""Axes of a block of settings: lists, whose combinations are points.
+
+One point gives one cell or several (`resolve.cells_of`).
+"""
 
 from __future__ import annotations
 
@@ -13,6 +15,11 @@ from lapa2_interp.bias.augmentation import Augmentation, is_value_of
 
 TABLES = ("method", "parameters", "augmentation")
 """Settings that may be a table with lists in it."""
+
+
+def as_axis(value: Any) -> list[Any]:
+    """The values of a setting: those of a list, or the only one."""
+    return value if isinstance(value, list) else [value]
 
 
 def product(fields: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
@@ -58,7 +65,7 @@ def axes_of_table(name: str, value: Any) -> dict[str, list[Any]]:
 
 def _values(name: str, value: Any) -> Iterator[Any]:
     """The values of a setting of a block."""
-    for one in value if isinstance(value, list) else [value]:
+    for one in as_axis(value):
         if name in TABLES and isinstance(one, Mapping):
             yield from _combinations(axes_of_table(name, one))
         else:

@@ -20,12 +20,13 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, StringConstraints, model_validator
 
 from lapa2_interp._util.errors import AugmentationError, LayoutError, MethodError, TraceError
+from lapa2_interp._util.values import Count
 from lapa2_interp.attention.trace import TraceKind
 from lapa2_interp.bias.augmentation import Augmentation, Augmentations, active_augmentations
-from lapa2_interp.generation.settings import BannedWordsPolicy, CellSettings, Count, EosPolicy, Head
+from lapa2_interp.generation.settings import BannedWordsPolicy, CellSettings, EosPolicy, Head
 from lapa2_interp.methods.base import Branch, Method
 from lapa2_interp.methods.chat import Chat
-from lapa2_interp.methods.registry import find_class, get_for_task, load_task
+from lapa2_interp.methods.registry import assign_augmentations, find_class, get_for_task, load_task
 from lapa2_interp.methods.registry import get as get_method
 from lapa2_interp.models.machine import Dtype, ModelClass
 from lapa2_interp.tasks.task import MethodSettings, Task, built_in_tasks
@@ -166,6 +167,15 @@ class Cell(BaseModel):
     def branches(self) -> tuple[Branch, ...]:
         """The method's model calls."""
         return self.decoding_method.branches(self.task, self.attribute)
+
+    @cached_property
+    def branch_augmentations(self) -> tuple[Augmentations, ...]:
+        """The augmentation of each branch.
+
+        Raises:
+            AugmentationError: As `methods.registry.assign_augmentations`.
+        """
+        return assign_augmentations(self.decoding_method, self.branches, self.augmentation)
 
     @property
     def banned_words(self) -> tuple[str, ...]:

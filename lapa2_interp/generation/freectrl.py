@@ -1,5 +1,6 @@
-"""FreeCtrl's driver around the decode loop (`generation.loop`): it sets neurons at every step, and
-draws texts that are not accepted again.
+"""FreeCtrl's driver around the decode loop (`generation.loop`).
+
+The driver sets neurons at every step, and draws texts that are not accepted again.
 
 1. The loop reads its rows through `ControlledRows`: before every pass, the score of the text so far
    gives the value w of the control centre's neurons, and the whole text is read again with them.
@@ -11,7 +12,7 @@ The formulas are in `methods.freectrl`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
@@ -21,16 +22,14 @@ from torch import Tensor
 from tqdm import tqdm
 
 from lapa2_interp._util.progress import hidden_bar
-from lapa2_interp.attention.cache import RecomputedRows, Rows
+from lapa2_interp.attention.cache import RecomputedRows
 from lapa2_interp.attention.neurons import set_neurons
 from lapa2_interp.attention.trace import concat_traces, join_traces
 from lapa2_interp.bias.layout import Layout
-from lapa2_interp.generation.plan import Batch, BatchPlan, DecodedBatch, rows_in_memory
+from lapa2_interp.generation.plan import BatchPlan, DecodedBatch, DecodeLoop, rows_in_memory
 from lapa2_interp.methods.freectrl import ControlCentre, FreeCtrl, TextMonitor
 from lapa2_interp.models.card import Model, is_bridge
 from lapa2_interp.prefixes.soft_prefix import SoftPrefix
-
-DecodeLoop = Callable[[Model, BatchPlan, Batch, tqdm, Rows | None], DecodedBatch]
 
 
 class ControlledRows:

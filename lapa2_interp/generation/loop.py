@@ -1,10 +1,12 @@
-"""The one decode loop. Axes: row = branch x sample, stacked; sample = one continuation of one
-prompt.
+"""The one decode loop.
+
+Axes: row = branch x sample, stacked; sample = one continuation of one prompt.
 
 For a batch of samples:
 
 1. every branch reads every prompt once (rows: branch x prompt, left-padded);
-2. each prompt's keys, values and logits are expanded to its samples (rows: branch x sample);
+2. each prompt's logits, keys and values are expanded to its samples (rows: branch x sample; keys
+   and values by `attention.static_rows.continued`);
 3. per step: the method combines the branches' log-probabilities, the sampler draws one token per
    sample, the token is appended to all branches of that sample.
 
@@ -108,7 +110,7 @@ def _decode(
     if rows is None:
         rows = new_rows(model, plan.rereads_last)
     drawn = list(_decode_steps(model, plan, batch, ending, recorder, rows, bar))
-    table = _table(model, plan, batch, torch.stack(drawn, dim=1), ending)  # sample step
+    table = _samples_table(model, plan, batch, torch.stack(drawn, dim=1), ending)  # sample step
     if recorder is None:
         return DecodedBatch(table, None)
     trace = recorder.dataset(batch.sample_layouts, plan.branches, ending.n_tokens)
@@ -126,7 +128,7 @@ def _decode_steps(
 ) -> Iterator[Int[Tensor, " sample"]]:
     """Decode one batch step by step; yields the tokens of each step and marks how samples end."""
     ends = torch.tensor(model_card(model).end_ids, dtype=torch.long)
-    of_prompts = [
+    prompt_rules = [
         augmentation for augmentation in plan.augmentations for _ in range(batch.n_prompts)
     ]
     expansion = torch.tensor(batch.expansion)  # by branch x sample: a row of branch x prompt
@@ -135,13 +137,15 @@ def _decode_steps(
         recorder.begin(batch.layouts, expansion)
     # Step 1: every branch reads every prompt; its last query is t = T of Algorithm 1.
     keep = 1 + max(layout.l_pro for layout in batch.layouts) if method.reads_prompt else 1
-    with augmented(model, of_prompts, batch.layouts, recorder):
+    with augmented(model, prompt_rules, batch.layouts, recorder):
         # row query vocab; row = branch x prompt
-        read = rows.prompt_pass(batch.layouts, batch.prefixes, keep)
-    # Step 2: prompts are expanded to samples.
-    state: Any = method.begin(_start(batch, branches, read if method.reads_prompt else None))
-    logits = read[expansion, -1]  # row vocab; from here on row = branch x sample
-    del read
+        prompt_logits = rows.prompt_pass(batch.layouts, batch.prefixes, keep)
+    state: Any = method.begin(
+        _batch_start(batch, branches, prompt_logits if method.reads_prompt else None)
+    )
+    # Step 2: prompts are expanded to samples; their keys and values when `continued` opens.
+    logits = prompt_logits[expansion, -1]  # row vocab; from here on row = branch x sample
+    del prompt_logits
 
     blocked = ends.to(logits.device)
     banned = None
@@ -160,17 +164,18 @@ def _decode_steps(
     uniform = torch.from_numpy(batch.uniform).to(logits.device)  # sample step
     if recorder is not None:
         recorder.begin(batch.sample_layouts)
+    # `rows.expand` and `augmented`; on a GPU that replays its steps, a graph that does both.
     with continued(
         model,
         rows,
         expansion.to(logits.device),
         len(batch.layouts[0]) + max(batch.steps) - 1,
-        [of_prompts[row] for row in batch.expansion],
+        [prompt_rules[row] for row in batch.expansion],
         batch.sample_layouts,
         recorder,
     ) as rows:
         for step in range(max(batch.steps)):
-            log_probs = _of_branches(logits, branches)  # by branch: sample vocab
+            log_probs = _log_probs_by_branch(logits, branches)  # by branch: sample vocab
             masked_log_probs = mask_main_branch(log_probs, mask_forbidden)
             log_weights = mask_forbidden(method.combine(masked_log_probs, state))  # sample vocab
             drawn = draw(log_weights, uniform[:, step], top_k=plan.cell.top_k)  # sample
@@ -221,29 +226,29 @@ def check_numbers(model: Model, logits: Float[Tensor, "row vocab"], step: int) -
         )
 
 
-def _start(
-    batch: Batch, branches: Sequence[str], read: Float[Tensor, "row query vocab"] | None
+def _batch_start(
+    batch: Batch, branches: Sequence[str], prompt_logits: Float[Tensor, "row query vocab"] | None
 ) -> BatchStart:
-    """The start of the batch's samples; `read` holds the logits of their prompts, if they
-    are needed."""
+    """The start of the batch's samples; the logits of their prompts are given if they are
+    needed."""
     n_prompt = torch.tensor([layout.l_pro for layout in batch.layouts[: batch.n_prompts]])
     owner = torch.tensor(batch.owner)
     log_likelihood = None
-    if read is not None:
+    if prompt_logits is not None:
         # by branch: prompt
-        of_prompts = prompt_log_likelihood(read, batch.layouts).chunk(len(branches))
+        by_branch = prompt_log_likelihood(prompt_logits, batch.layouts).chunk(len(branches))
         # by branch: prompt -> sample
         log_likelihood = {
             name: prompts[owner.to(prompts.device)]
-            for name, prompts in zip(branches, of_prompts, strict=True)
+            for name, prompts in zip(branches, by_branch, strict=True)
         }
-    device = "cpu" if read is None else read.device
+    device = "cpu" if prompt_logits is None else prompt_logits.device
     return BatchStart(
         [batch.prepared[i] for i in batch.owner], log_likelihood, n_prompt[owner].to(device)
     )
 
 
-def _of_branches(
+def _log_probs_by_branch(
     logits: Float[Tensor, "row vocab"], branches: Sequence[str]
 ) -> Mapping[str, Tensor]:
     """Log-probabilities by branch, in at least float32."""
@@ -252,25 +257,26 @@ def _of_branches(
     return dict(zip(branches, wide.log_softmax(dim=1).chunk(len(branches)), strict=True))
 
 
-def _table(
+def _samples_table(
     model: Model, plan: BatchPlan, batch: Batch, tokens: Int[Tensor, "sample step"], ending: Ending
 ) -> pd.DataFrame:
-    rows = []
+    """`DecodedBatch.samples`: one row per sample."""
+    texts = []
     for i, (prompt, sample) in enumerate(batch.pairs):
         new_ids = tokens[i, : ending.n_tokens[i]].tolist()
-        text = plan.prompts[prompt]
+        prompt_text = plan.prompts[prompt]
         is_chat = plan.cell.task.chat is not None
-        new = decode_continuation(model.tokenizer, text, new_ids, is_chat)
-        rows.append(
+        new = decode_continuation(model.tokenizer, prompt_text, new_ids, is_chat)
+        texts.append(
             {
-                "prompt": text,
+                "prompt": prompt_text,
                 "attribute": plan.cell.attribute,
                 "sample": sample,
-                "text": text + new if plan.cell.task.length_counts_prompt else new,
+                "text": prompt_text + new if plan.cell.task.length_counts_prompt else new,
                 "continuation": new,
                 "tokens": new_ids,
                 "n_tokens": ending.n_tokens[i],
                 "finish": ending.finish[i],
             }
         )
-    return pd.DataFrame(rows)
+    return pd.DataFrame(texts)

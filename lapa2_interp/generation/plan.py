@@ -1,22 +1,24 @@
-"""A cell resolved before anything runs: layouts, augmentations, steps, and which samples share a
-batch.
+"""A cell resolved before anything runs, and divided into batches.
+
+The plan has layouts, augmentations, steps, and which samples share a batch.
 
 Axes: branch = one model call of the method; a batch's rows are branch x sample, stacked.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
 from jaxtyping import Float
+from tqdm import tqdm
 
 from lapa2_interp._util.errors import MethodError, ModelError
 from lapa2_interp._util.progress import progress_bar
-from lapa2_interp.attention.cache import check_packing
+from lapa2_interp.attention.cache import Rows, check_packing
 from lapa2_interp.bias.augmentation import Augmentations, active_augmentations
 from lapa2_interp.bias.layout import Layout, left_pad
 from lapa2_interp.generation.arrange import Arrangement, arrange, chat_stream
@@ -138,7 +140,9 @@ class BatchPlan:
         used = sorted({prompt for prompt, _ in pairs})
         return Batch(
             pairs=tuple(pairs),
-            layouts=tuple(left_pad([row[prompt] for row in self.layouts for prompt in used])),
+            layouts=tuple(
+                left_pad([by_prompt[prompt] for by_prompt in self.layouts for prompt in used])
+            ),
             prefixes=tuple(prefix for prefix in self.prefixes for _ in used),
             owner=tuple(used.index(prompt) for prompt, _ in pairs),
             steps=tuple(self.steps[prompt] for prompt, _ in pairs),
@@ -163,8 +167,8 @@ class BatchPlan:
     ) -> Float[np.ndarray, "sample step"]:
         steps = [self.steps[prompt] for prompt, _ in pairs]
         uniform = np.zeros((len(pairs), max(steps)))
-        for row, (_, sample), stream, n in zip(uniform, pairs, streams, steps, strict=True):
-            row[:n] = uniforms(self.cell.seed, stream, sample, n, trial)
+        for numbers, (_, sample), stream, n in zip(uniform, pairs, streams, steps, strict=True):
+            numbers[:n] = uniforms(self.cell.seed, stream, sample, n, trial)
         return uniform
 
     @property
@@ -207,10 +211,15 @@ class BatchPlan:
         return [
             f"in branch {name!r} of {prompt!r} the token {layout.merged!r} spans the boundary of"
             " prefix and prompt and counts as prefix"
-            for name, row in zip(self.branches, self.layouts, strict=True)
-            for prompt, layout in zip(self.prompts, row, strict=True)
+            for name, by_prompt in zip(self.branches, self.layouts, strict=True)
+            for prompt, layout in zip(self.prompts, by_prompt, strict=True)
             if layout.merged is not None
         ]
+
+
+DecodeLoop = Callable[[Model, BatchPlan, Batch, tqdm, Rows | None], DecodedBatch]
+"""What FreeCtrl and chats of several turns wrap: it draws the texts of a batch once, from rows that
+they give, or from new ones."""
 
 
 @accepts_model_name

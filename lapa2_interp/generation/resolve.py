@@ -35,7 +35,7 @@ from lapa2_interp.bias.recipes import (
     own_strength,
     parse_recipes,
 )
-from lapa2_interp.generation.axes import product, size_of_product
+from lapa2_interp.generation.axes import as_axis, product, size_of_product
 from lapa2_interp.generation.cell import Cell, same_label
 from lapa2_interp.generation.settings import (
     TASK,
@@ -45,7 +45,6 @@ from lapa2_interp.generation.settings import (
 )
 from lapa2_interp.methods.base import Branch, Method, SoftPrefixKey
 from lapa2_interp.methods.registry import (
-    assign_augmentations,
     find_class,
     get_for_task,
     load_task,
@@ -103,7 +102,7 @@ def cells_of(fields: Mapping[str, Any], **options: Any) -> list[Cell]:
 def _check_alpha_is_taken(fields: Mapping[str, Any]) -> None:
     """Refuse an alpha beside nothing but "none", which is the same arm at every alpha."""
     named = fields.get("augmentation")
-    alone = all(one == "none" for one in (named if isinstance(named, list) else [named]))
+    alone = all(one == "none" for one in as_axis(named))
     if alone and fields.get("alpha") is not None:
         raise AugmentationError(
             f"alpha {fields['alpha']} is for an augmentation, and augmentation is none; leave one"
@@ -144,9 +143,9 @@ def resolve(
     Raises:
         Lapa2Error: An unknown name, a value out of range, or values that do not fit together.
     """
-    task = _task(settings, needs)
-    method = _method(settings, task, allow_code)
-    augmentations, label = _read_augmentations(settings, method)
+    task = _resolve_task(settings, needs)
+    method = _resolve_method(settings, task, allow_code)
+    augmentations, label = _resolve_augmentations(settings, method)
     model = settings.model
     if isinstance(model, str | Path):
         facts = {
@@ -162,7 +161,6 @@ def resolve(
         attributes = list(task.attributes)
     cells = []
     for attribute in attributes:
-        task.prefix(attribute)
         branches = method.branches(task, attribute)
         names = [branch.name for branch in branches]
         if twice := [name for name in dict.fromkeys(names) if names.count(name) > 1]:
@@ -171,33 +169,32 @@ def resolve(
                 f" task {task.name!r} another name"
             )
         _check_prefix(settings, task, method, attribute)
-        assign_augmentations(method, branches, augmentations)
         texts = task.methods.get(method.name, MethodSettings()).texts
         try:
-            cells.append(
-                Cell(
-                    **facts,
-                    method=method_name(method),
-                    parameters=method.stored_parameters,
-                    task=Task(
-                        name=task.name,
-                        length_counts_prompt=task.length_counts_prompt,
-                        lengths=(),
-                        attributes=task.attributes,
-                        prompts=Prompts(texts=task.prompts.texts),
-                        methods={method.name: MethodSettings(texts=texts)} if texts else {},
-                        chat=task.chat if any(branch.chat for branch in branches) else None,
-                    ),
-                    attribute=attribute,
-                    augmentation=normalize_augmentations(augmentations),
-                    patterns=settings.patterns,
-                    files=_files(facts["model"], task.name, branches, method, needs),
-                    label=label,
-                    **{name: getattr(settings, name) for name in _UNCHANGED},
-                )
+            cell = Cell(
+                **facts,
+                method=method_name(method),
+                parameters=method.stored_parameters,
+                task=Task(
+                    name=task.name,
+                    length_counts_prompt=task.length_counts_prompt,
+                    lengths=(),
+                    attributes=task.attributes,
+                    prompts=Prompts(texts=task.prompts.texts),
+                    methods={method.name: MethodSettings(texts=texts)} if texts else {},
+                    chat=task.chat if any(branch.chat for branch in branches) else None,
+                ),
+                attribute=attribute,
+                augmentation=normalize_augmentations(augmentations),
+                patterns=settings.patterns,
+                files=_files(facts["model"], task.name, branches, method, needs),
+                label=label,
+                **{name: getattr(settings, name) for name in _UNCHANGED},
             )
         except ValidationError as error:
             raise Lapa2Error(validation_message(error)) from error
+        cell.branch_augmentations  # noqa: B018 - refuses an augmentation without a branch
+        cells.append(cell)
     return cells
 
 
@@ -205,14 +202,15 @@ _UNCHANGED = (
     "length", "samples", "seed", "top_k", "eos", "trace", "max_rows", "doubled_bos",
     "ban_words",
 )  # fmt: skip
+"""Settings that a cell has as they are given."""
 
 
-def _task(settings: CellSettings, needs: list[str] | None) -> Task:
+def _resolve_task(settings: CellSettings, needs: list[str] | None) -> Task:
     """The task with the prefix and prompts of the settings."""
     if not isinstance(settings.task, str | Path | Task):
         raise TaskError(f"task must be a name, a path or a Task, found {settings.task!r}")
     task = settings.task if isinstance(settings.task, Task) else load_task(settings.task)
-    changes: dict[str, Any] = {"prompts": _prompts(settings.prompts, task, needs)}
+    changes: dict[str, Any] = {"prompts": _resolve_prompts(settings.prompts, task, needs)}
     form = settings.prefix
     if form != TASK and not form:
         raise LayoutError("prefix '' is empty; give a text, or method none for no prefix")
@@ -233,7 +231,8 @@ def _task(settings: CellSettings, needs: list[str] | None) -> Task:
     return task.model_copy(update=changes)
 
 
-def _prompts(setting: Any, task: Task, needs: list[str] | None) -> Prompts:
+def _resolve_prompts(setting: Any, task: Task, needs: list[str] | None) -> Prompts:
+    """The prompts that a setting names: of the task, of a file, or as they are given."""
     own = task.prompts.texts
     if isinstance(setting, int):
         others = extra_prompts(task.name) if setting > len(own) else ()
@@ -262,7 +261,8 @@ def _prompts(setting: Any, task: Task, needs: list[str] | None) -> Prompts:
     return as_prompts(task.prompts if setting == TASK else setting)
 
 
-def _method(settings: CellSettings, task: Task, allow_code: bool) -> Method:
+def _resolve_method(settings: CellSettings, task: Task, allow_code: bool) -> Method:
+    """The method of the settings, with the task's parameters where they give none."""
     chosen, parameters = settings.method, dict(settings.parameters or {})
     if isinstance(chosen, Mapping):
         name = chosen.get("name")
@@ -284,7 +284,7 @@ def _method(settings: CellSettings, task: Task, allow_code: bool) -> Method:
     return chosen
 
 
-def _read_augmentations(settings: CellSettings, method: Method) -> tuple[AugmentationLike, str]:
+def _resolve_augmentations(settings: CellSettings, method: Method) -> tuple[AugmentationLike, str]:
     """The augmentations, and the label of their arm."""
     chosen, alpha, label = settings.augmentation, settings.alpha, ""
     if chosen is None:

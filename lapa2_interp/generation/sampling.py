@@ -1,5 +1,6 @@
-"""Drawing the next token from the controlled weights: top-k, then one uniform number per sample and
-step.
+"""Drawing the next token from the controlled weights.
+
+Top-k, then one uniform number per sample and step.
 
 A draw must not depend on who else is in the batch, so
 

@@ -1,8 +1,11 @@
-"""Settings of a cell: everything that a user may give, under the names that Python, a grid file and
-the command line share.
+"""Settings of a cell: everything that a user may give.
 
-`CellSettings` is the one declaration of names, types, defaults, bounds and help. `resolve.cells_of`
-turns it into cells. This module loads no torch: the command line's help reads it.
+Python, a grid file and the command line share their names.
+
+`CellSettings` declares names, types, defaults, bounds and help. The options of `lapa2 generate` are
+made from it; the signature of `runs.generate.generate` repeats it for readers, and a test compares
+the two. `resolve.cells_of` turns settings into cells. This module loads no torch: the command
+line's help reads it.
 """
 
 from __future__ import annotations
@@ -11,11 +14,12 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from inspect import signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, ParamSpec, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
 
 from lapa2_interp._util.errors import Lapa2Error, TraceError, unknown_choice, validation_message
+from lapa2_interp._util.values import Count, Natural
 from lapa2_interp.attention.trace import TraceKind
 from lapa2_interp.bias.places import FORMS as PLACES
 from lapa2_interp.bias.places import head_pairs
@@ -40,8 +44,7 @@ EosPolicy = Literal["keep", "stop", "block"]
 """An end token is kept as any other, ends the text, or is never drawn."""
 BannedWordsPolicy = Literal["none", "own", "all"]
 """Words that are never drawn: none, those of the attribute, or those of every attribute."""
-Count = Annotated[int, Field(ge=1)]
-Head = tuple[Annotated[int, Field(ge=0)], Annotated[int, Field(ge=0)]]
+Head = tuple[Natural, Natural]
 TASK = "task"
 """The word for the task's own prompts, or for its own prefix."""
 FORMS = {

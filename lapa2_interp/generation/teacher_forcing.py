@@ -19,7 +19,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from lapa2_interp._util.errors import LayoutError, TraceError
-from lapa2_interp._util.values import numbers_checked
+from lapa2_interp._util.values import Count, numbers_checked
 from lapa2_interp.attention.cache import check_tokens, new_rows
 from lapa2_interp.attention.hooked import augmented
 from lapa2_interp.attention.recorder import Recorder
@@ -42,14 +42,12 @@ from lapa2_interp.models.card import (
     prepacked_model,
 )
 from lapa2_interp.models.load import accepts_model_name
+from lapa2_interp.models.span_attention import SCORES_AT_ONCE
 from lapa2_interp.prefixes.soft_prefix import SoftPrefix
 
 if TYPE_CHECKING:
     import xarray as xr
 
-SCORES_AT_ONCE = 2**24
-"""Attention scores of one layer that a chunk may hold; 64 MiB each time they are copied in float32.
-"""
 KEYS_AT_ONCE = 2**14
 """Keys of a batch, all rows together: two contexts of SmolLM2, or 60 texts of 256 tokens."""
 
@@ -67,7 +65,7 @@ def teacher_forced(
     trace: TraceKind = "full",
     branch: str = "target",
     patterns: str | Sequence[tuple[int, int]] = (),
-    chunk: int | None = None,
+    chunk: Count | None = None,
     progress: tqdm | None = None,
 ) -> xr.Dataset:
     """The trace of texts that are given, row by row, after their prefixes and prompts.
@@ -137,8 +135,6 @@ def teacher_forced(
             " give one a text"
         )
     pairs = head_pairs("patterns", patterns, TraceError)
-    if chunk is not None and chunk < 1:
-        raise TraceError(f"chunk must be at least 1, found {chunk}")
     # Every text must fit the context.
     short = model_short_context(model)
     for number, (row_layout, row) in enumerate(zip(row_layouts, rows, strict=True)):
@@ -226,17 +222,19 @@ def _read(
     tokens = torch.tensor(even, device=model.cfg.device, dtype=torch.long)
     recorder = Recorder(model.cfg.n_layers, model.cfg.n_heads, trace, patterns, layer_types(model))
     recorder.begin(padded)
-    state = new_rows(model, reread_last=any(rule.phase == "predicting_only" for rule in active))
+    cached_rows = new_rows(
+        model, reread_last=any(rule.phase == "predicting_only" for rule in active)
+    )
     with (
         decided_path(model, tokens.shape[1], width) as fused,
         augmented(model, batch.augmentations, padded, recorder),
     ):
         # Without the matrix, a text is read at once.
         chunk = chunk or (tokens.shape[1] if fused else SCORES_AT_ONCE // scores_of_query) or 1
-        state.prompt_pass(padded, batch.prefixes)
-        state.expand(torch.arange(len(padded), device=tokens.device), capacity=width)
+        cached_rows.prompt_pass(padded, batch.prefixes)
+        cached_rows.expand(torch.arange(len(padded), device=tokens.device), capacity=width)
         for part in tokens.split(chunk, dim=1) if tokens.shape[1] else ():
-            state.read_tokens(part)
+            cached_rows.read_tokens(part)
             if progress is not None:
                 progress.update(part.numel())
     return recorder.dataset(padded, (branch,), steps)

@@ -40,8 +40,7 @@ from lapa2_interp.attention.trace import concat_traces, join_traces
 from lapa2_interp.bias.augmentation import Augmentations
 from lapa2_interp.bias.layout import Layout
 from lapa2_interp.generation.arrange import chat_layout, ids_between_answers
-from lapa2_interp.generation.freectrl import DecodeLoop
-from lapa2_interp.generation.plan import BatchPlan, DecodedBatch
+from lapa2_interp.generation.plan import BatchPlan, DecodedBatch, DecodeLoop
 from lapa2_interp.models.card import Model
 from lapa2_interp.prefixes.soft_prefix import SoftPrefix
 from lapa2_interp.tasks.task import ChatForm

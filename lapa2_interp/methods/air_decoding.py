@@ -15,14 +15,15 @@ become 0, and a token of which the target class is certain gets weight 0.
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch
 from jaxtyping import Float, Int
-from pydantic import ConfigDict, Field
+from pydantic import ConfigDict
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
+from lapa2_interp._util.values import NotNegative
 from lapa2_interp.methods.base import (
     FLOOR,
     Branch,
@@ -58,7 +59,7 @@ class AirDecoding(Method):
     when_empty: ClassVar[str] = (
         "omega takes every weight below float32; lower omega or set numerics=log"
     )
-    omega: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 140.0
+    omega: NotNegative = 140.0
     posterior: Literal["reconstructed", "plain"] = "reconstructed"
     numerics: Literal["log", "released"] = "log"
     prefixes: str = "hard"

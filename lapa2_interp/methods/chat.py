@@ -1,5 +1,6 @@
-"""A chat continued by the model alone, its span steered: `Layout.of_chat` says which tokens of the
-rendered messages are the span, which counts as prefix.
+"""A chat continued by the model alone, its span steered.
+
+`Layout.of_chat` says which tokens of the rendered messages are the span, which counts as prefix.
 
 P(x_t | x_<t, a) = P_theta(x_t | chat with a, x_<t)
 """

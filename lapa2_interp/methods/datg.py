@@ -1,5 +1,6 @@
-"""DATG: words that the model's own drafts associate with an attribute are boosted, or named in the
-    prompt (section 5.1, baseline).
+"""DATG: words of the model's own drafts are boosted, or named in the prompt.
+
+The words are those that drafts associate with an attribute (section 5.1, baseline).
 
 Once per prompt:
 
@@ -35,6 +36,7 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from lapa2_interp._util.errors import MethodError, parameter
+from lapa2_interp._util.values import Count
 from lapa2_interp.methods.base import (
     BatchStart,
     Branch,
@@ -97,10 +99,10 @@ class Datg(Method):
     when_empty: ClassVar[str] = "boost or avoid is too large; the original's are 4 and 6"
     form: Literal["L", "P"] = "L"
     scorer: str = "accuracy"
-    drafts: Annotated[int, Field(ge=1)] = 30
+    drafts: Count = 30
     draft_tokens: Annotated[int, Field(ge=2)] = 32
     draft_seed: int = 1
-    nodes: Annotated[int, Field(ge=1)] = 10
+    nodes: Count = 10
     boost: Annotated[float, Field(ge=-1e4, le=1e4)] = 4.0
     avoid: Annotated[float, Field(ge=-1e4, le=1e4)] = 6.0
     sampler: Literal["official", "uniform"] = "official"

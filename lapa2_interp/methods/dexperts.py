@@ -1,5 +1,6 @@
-"""DExperts: a raw model, an expert and an anti-expert, with prefix-conditioned branches for its
-    fine-tuned models.
+"""DExperts: a raw model, an expert and an anti-expert.
+
+Prefix-conditioned branches stand for the method's fine-tuned models.
 
     log w = log P_base + strength (log P_target - mean over the competing attributes of log P_c)    on the nucleus of P_base
 

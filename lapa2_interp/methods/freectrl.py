@@ -1,5 +1,6 @@
-"""FreeCtrl: MLP neurons that promote an attribute's keywords are held at a value that depends on
-    the text so far (baseline).
+"""FreeCtrl: MLP neurons that promote an attribute's keywords are held (baseline).
+
+The value of such a neuron depends on the text so far.
 
 Once per model and word list:
 

@@ -1,5 +1,6 @@
-"""GeDi: the raw model weighted by a generative discriminator, with prefix-conditioned branches for
-    its class-conditional model.
+"""GeDi: the raw model weighted by a generative discriminator.
+
+Prefix-conditioned branches stand for the method's class-conditional model.
 
 With H_c the log-likelihood of all n - 1 tokens so far under class c, the prompt's included:
 
@@ -26,6 +27,7 @@ from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
+from lapa2_interp._util.values import NotNegative, Positive
 from lapa2_interp.methods.base import (
     FLOOR,
     BatchStart,
@@ -79,11 +81,11 @@ class Gedi(Method):
     in_paper: ClassVar[bool] = False
     reads_prompt: ClassVar[bool] = True
     when_empty: ClassVar[str] = "omega is so large that the weights overflow; the original's is 30"
-    omega: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 30.0
+    omega: NotNegative = 30.0
     filter_p: Annotated[float, Field(ge=0, le=1)] = 0.8
     target_p: Annotated[float, Field(gt=0, le=1)] = 0.8
-    repetition: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.2
-    logit_scale: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
+    repetition: Positive = 1.2
+    logit_scale: Positive = 1.0
     prefixes: str = "hard"
     pro_aug: bool = False
 

@@ -1,5 +1,6 @@
-"""Palette: several prompt-conditioned distributions by the law of total probability, as LaPA2's
-    authors implement it.
+"""Palette: several prompt-conditioned distributions by the law of total probability.
+
+This is LaPA2's authors' form of the method.
 
 With p_i = softmax of attribute branch i, sigma the logistic function, signed strengths s_i
 (negative: move away):
@@ -27,6 +28,7 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from lapa2_interp._util.errors import MethodError
+from lapa2_interp._util.values import Positive
 from lapa2_interp.methods.base import FLOOR, Branch, LogProbs, Method, State, check_branches
 from lapa2_interp.tasks.task import Task
 
@@ -59,7 +61,7 @@ class Palette(Method):
     text_names: ClassVar[tuple[str, ...] | None] = None
     s_aux: Annotated[float, Field(allow_inf_nan=False)] = 0.5
     t: Annotated[float, Field(allow_inf_nan=False)] = 0.05
-    s_comp: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 0.1
+    s_comp: Positive = 0.1
     auxiliaries: bool = True
     numerics: Literal["float32", "released"] = "float32"
 

@@ -1,5 +1,7 @@
-"""Decoding methods by name, methods with the parameters of a task, and the augmentations of a
-method's branches."""
+"""Decoding methods by name, with the parameters of a task.
+
+Also the augmentations of a method's branches.
+"""
 
 from __future__ import annotations
 
@@ -103,11 +105,11 @@ def find_class(name: str, allow_code: bool = False) -> type[Method]:
 
 def method_name(method: Method) -> str:
     """The name by which `find_class` returns a method's class."""
-    kind = type(method)
+    method_class = type(method)
     return (
         method.name
-        if known_methods().get(method.name) is kind
-        else f"{kind.__module__}:{kind.__qualname__}"
+        if known_methods().get(method.name) is method_class
+        else f"{method_class.__module__}:{method_class.__qualname__}"
     )
 
 
@@ -121,18 +123,18 @@ def get(name: str, **parameters: Any) -> Method:
     Raises:
         MethodError: Unknown name, a parameter the method does not have, or a value out of range.
     """
-    kind = find_class(name, allow_code=True)
-    names = [field.name for field in fields(kind)]  # type: ignore[arg-type]
+    method_class = find_class(name, allow_code=True)
+    names = [field.name for field in fields(method_class)]  # type: ignore[arg-type]
     unknown = [
         parameter for parameter in parameters if parameter not in names
     ]  # a custom class may ignore them
     if unknown:
         raise MethodError(f"method {name!r}: {unknown_choice('field', unknown[0], names)}")
-    kinds, reader = _fields_of(kind)
+    hints, reader = _fields_of(method_class)
     for field, value in parameters.items():
         # A cell stores all numbers as floats.
         is_integer = isinstance(value, float) and value.is_integer()
-        check_value(field, int(value) if is_integer else value, kinds[field], MethodError,
+        check_value(field, int(value) if is_integer else value, hints[field], MethodError,
                     f"method {name!r}: ")  # fmt: skip
     try:
         return reader.validate_python(parameters)
@@ -141,9 +143,9 @@ def get(name: str, **parameters: Any) -> Method:
 
 
 @cache
-def _fields_of(kind: type[Method]) -> tuple[dict[str, Any], Any]:
+def _fields_of(method_class: type[Method]) -> tuple[dict[str, Any], Any]:
     """The types of a method's parameters, and what makes a method of parameters."""
-    return get_type_hints(kind, include_extras=True), TypeAdapter(kind)
+    return get_type_hints(method_class, include_extras=True), TypeAdapter(method_class)
 
 
 def get_for_task(name: str, task: Task, **parameters: Any) -> Method:
@@ -178,9 +180,9 @@ def load_task(name: str | Path) -> Task:
     return task
 
 
-def _check_texts(task: Task, name: str, kind: type[Method], where: str) -> None:
+def _check_texts(task: Task, name: str, method_class: type[Method], where: str) -> None:
     """Raise TaskError if a task has a text for a method that the method does not read."""
-    allowed = kind.text_names
+    allowed = method_class.text_names
     for attribute, texts in task.methods.get(name, MethodSettings()).texts.items():
         for text in texts:
             if allowed is not None and text not in allowed:

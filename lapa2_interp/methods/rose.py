@@ -1,5 +1,6 @@
-"""ROSE: subtract the distribution under the opposite prefix (Reverse Prompt Contrastive Decoding),
-    with prefixes for its chat prompts.
+"""ROSE: subtract the distribution under the opposite prefix.
+
+The name stands for Reverse Prompt Contrastive Decoding; prefixes stand for its chat prompts.
 
     log w = log P_target - strength * mean over the competing attributes of log P_c
 

@@ -1,5 +1,6 @@
-"""RSA-Control: a speaker that models a listener who guesses the attribute, with prefix-conditioned
-    branches as its classes.
+"""RSA-Control: a speaker that models a listener who guesses the attribute.
+
+Prefix-conditioned branches are the listener's classes.
 
 Per class c (the target and its competitors), with the listener's belief prior_c after all tokens so
 far, the prompt's included:
@@ -16,14 +17,15 @@ there is less of it.
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar
+from typing import ClassVar
 
 import torch
 from jaxtyping import Float, Int
-from pydantic import ConfigDict, Field
+from pydantic import ConfigDict
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
+from lapa2_interp._util.values import Count, NotNegative
 from lapa2_interp.methods.base import (
     FLOOR,
     BatchStart,
@@ -60,9 +62,9 @@ class RsaControl(Method):
     when_empty: ClassVar[str] = (
         "rationality is so large that the weights overflow; the original's is 10"
     )
-    rationality: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 10.0
-    adjustment: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 10.0
-    top: Annotated[int, Field(ge=1)] = 5
+    rationality: NotNegative = 10.0
+    adjustment: NotNegative = 10.0
+    top: Count = 5
     prefixes: str = "hard"
     pro_aug: bool = False
 

@@ -140,6 +140,7 @@ def decided_path(model: Model, n_queries: int, n_keys: int) -> Iterator[bool]:
     before, device = model.attn, torch.device(model.cfg.device).type
     fused = n_queries > 1 and path_of_pass(before, n_queries, n_keys, device) == FUSED
     try:
+        model.paths.clear()
         model.attn = "fused" if fused else "matrix"
         yield fused
     finally:
@@ -389,7 +390,7 @@ def _path_of_layer(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> str:
-    """ "fused", or the reason why a layer of a pass that goes without the matrix must form it."""
+    """The path of a layer in a pass without the matrix: "fused", or the reason for a matrix."""
     if not _is_one_row(mask, query):
         return "its mask hides more than later keys, those before a window, and padding"
     if softcap is not None:
@@ -415,8 +416,9 @@ def _check_last_row(layer: int, this: _Pass, query: Tensor, mask: Tensor) -> Non
         ModelError: It does.
     """
     wanted = this.seen(layer, _queries(this, query)[-1:], query)
+    wanted = pad(wanted, (0, mask.shape[3] - this.n_keys))  # later slots of a static cache
     live = wanted.any(2, keepdim=True)  # a row of padding alone sees nothing
-    if (((mask[:, 0, :, : this.n_keys] == 0) != wanted) & live).any():
+    if (((mask[:, 0] == 0) != wanted) & live).any():
         raise ModelError(
             f"layer {layer} is of type {this.layer_types[layer]} by the model's configuration, and"
             " the mask of its last query is another; read it with attn='matrix'"

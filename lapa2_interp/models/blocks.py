@@ -93,7 +93,7 @@ def arguments_by_name(module: Any, args: tuple, kwargs: dict[str, Any]) -> dict[
 
 
 def check_no_checkpointing(network: Any) -> None:
-    """Refuse gradient checkpointing in training mode: it drops caches and recomputes layers.
+    """Refuse gradient checkpointing in training mode, which drops caches and recomputes layers.
 
     Raises:
         ModelError: The network would do so.

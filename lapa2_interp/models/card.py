@@ -314,7 +314,7 @@ def plain_network(model: Model) -> Any | None:
     transformers model; None for the others.
 
     Raises:
-        ModelError: It is not a model, or is inside a wrapper.
+        ModelError: The value is not a model, or is inside a wrapper.
     """
     if "_orig_mod" in getattr(model, "_modules", ()):
         raise ModelError(
@@ -438,8 +438,8 @@ def model_card(model: Model) -> ModelCard:
     the weights in memory.
 
     Raises:
-        ModelError: It is not a loaded model, or has no tokenizer; or a fused weight was edited of
-            which a TransformerBridge computes with copies.
+        ModelError: The value is not a loaded model, or has no tokenizer; or a fused weight was
+            edited of which a TransformerBridge computes with copies.
     """
     check_has_tokenizer(model)
     card, values = getattr(model, "lapa2_card", None), fingerprint(network_of(model))
@@ -453,9 +453,9 @@ def model_card(model: Model) -> ModelCard:
         names[values] = hash_weights(model)
     if card.weights != names[values]:
         # Weights that were cast may have no prepacked form.
-        packing = card.prepacking if can_prepack_layers(network_of(model)) else "none"
+        prepacking = card.prepacking if can_prepack_layers(network_of(model)) else "none"
         dtype = str(weights_dtype(model)).removeprefix("torch.")
-        changed = {"weights": names[values], "dtype": dtype, "prepacking": packing}
+        changed = {"weights": names[values], "dtype": dtype, "prepacking": prepacking}
         card = card.model_copy(update=changed)
         model.lapa2_card = card
     return card
@@ -526,7 +526,7 @@ def check_not_quantised(model: Model, what: str) -> None:
         what: The beginning of the error message.
 
     Raises:
-        ModelError: They are quantised, so that their numbers are not those of the layers.
+        ModelError: The layers are quantised, so that their numbers are not those of the layers.
     """
     network: Any = network_of(model)
     quantised = next(
@@ -550,7 +550,7 @@ def make_card(
     weights: str,
     architecture: str | None = None,
     generation: GenerationConfig | None = None,
-    packing: Prepacking | None = None,
+    prepacking: Prepacking | None = None,
 ) -> ModelCard:
     """The card of a model.
 
@@ -559,7 +559,7 @@ def make_card(
         architecture: The transformers class; by default that of the model's configuration.
         generation: The model's generation configuration, whose end ids are added; by default that
             of the network, if it has one.
-        packing: By default `choose_prepacking` of the network.
+        prepacking: By default `choose_prepacking` of the network.
 
     Raises:
         ModelError: The end ids of the generation configuration are no ids.
@@ -590,5 +590,5 @@ def make_card(
             f"id {i}" if name is None else name for i, name in zip(end_ids, names, strict=True)
         ),
         layer_types=omit_if_all_full(layer_types(model)),
-        prepacking=choose_prepacking(network_of(model)) if packing is None else packing,
+        prepacking=choose_prepacking(network_of(model)) if prepacking is None else prepacking,
     )

@@ -1,5 +1,6 @@
-"""A test that an augmentation reaches a model: on some architectures the scores hook exists and
-does nothing.
+"""A test that an augmentation reaches a model.
+
+On some architectures the scores hook exists and does nothing.
 
 Two passes over a short sequence, the second with +3 on one key's score in every layer:
 
@@ -246,10 +247,10 @@ def assert_live(model: Model, name: str) -> Liveness:
                 if takes
                 else ""
             )
-        kind = type(model).__name__
+        class_name = type(model).__name__
+        families = LIVE_FAMILIES.get(class_name, LIVE_FAMILIES["TransformerBridge"])
         raise DeadHookError(
-            f"{name} cannot be augmented: {hooks.problem}; families that work as {kind}:"
-            f" {', '.join(LIVE_FAMILIES.get(kind, LIVE_FAMILIES['TransformerBridge']))}, and others"
-            f" of docs/models.md{alternative}"
+            f"{name} cannot be augmented: {hooks.problem}; families that work as {class_name}:"
+            f" {', '.join(families)}, and others of docs/models.md{alternative}"
         )
     return hooks

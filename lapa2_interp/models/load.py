@@ -1,5 +1,7 @@
-"""Loading of models by name: the bundled SmolLM2, any Hugging Face causal language model, tiny
-random models, and planted models whose circuit is known.
+"""Loading of models by name.
+
+The bundled SmolLM2, any Hugging Face causal language model, tiny random models, and planted models
+whose circuit is known.
 
 `load_model` returns a TransformerLens model that was checked live (an edit of the attention scores
 moves the logits). Its tokenizer starts plain text with the token of `bias.layout.text_markers`, and
@@ -22,7 +24,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 from unittest import mock
 
 from lapa2_interp._util.errors import ModelError, first_sentence, parameter, unknown_choice
-from lapa2_interp._util.values import numbers_checked
+from lapa2_interp._util.values import Count, numbers_checked
 from lapa2_interp.bias.layout import text_markers
 from lapa2_interp.bias.tokens import without_dropout
 from lapa2_interp.models.blocks import check_no_open_block
@@ -94,7 +96,7 @@ def load_model(
     model_class: str = "TransformerBridge",
     trust_remote_code: bool = False,
     pack: str = "auto",
-    workers: int = 1,
+    workers: Count = 1,
     seed: int | None = None,
     attn: str = "auto",
 ) -> Model:
@@ -198,8 +200,8 @@ def load_model(
     model.cfg.default_prepend_bos = True
     assert_live(model, name)
     _check_same_log_probs(log_probs, wanted, name, model_class, dtype)
-    packing = choose_prepacking(network_of(model), pack, workers)
-    card = make_card(model, name, weights, architecture, network.generation_config, packing)
+    prepacking = choose_prepacking(network_of(model), pack, workers)
+    card = make_card(model, name, weights, architecture, network.generation_config, prepacking)
     attach_card(model, card)
     return model
 

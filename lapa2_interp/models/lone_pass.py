@@ -1,5 +1,7 @@
-"""A forward pass that depends on its inputs alone: not on passes before it, beside it, or on
-chance."""
+"""A forward pass that depends on its inputs alone.
+
+Passes before and beside this one, and chance, have no part.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +56,7 @@ def without_chance(network: Any, compute: Callable[[], Tensor]) -> Tensor:
     """What a function computes with a network.
 
     Raises:
-        ModelError: It draws random numbers, and with others its result is another.
+        ModelError: The pass draws random numbers, and with others the result is another.
     """
     before = _random_states()
     result = compute()

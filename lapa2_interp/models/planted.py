@@ -1,5 +1,6 @@
-"""A planted model: its circuit is known, its weights are set by hand, and the control by its heads
-has a closed form.
+"""A planted model, whose circuit is known.
+
+The weights are set by hand, and the control by the heads has a closed form.
 
 Two layers of four heads write sentiment. The attribute is one token of the prefix (" positive" or
 " negative"). Every embedding has a constant 1, flags for its roles, its sign +1 or -1, and random
@@ -56,7 +57,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 PLANTED = "planted"
-VARIANTS = ("", "gpt2", "gain", "backup", "spread")
+CIRCUITS = ("", "gpt2", "gain", "backup", "spread")
 WIDTH = 16
 """Length of an embedding, squared; in all but the LayerNorm twin also its dimension."""
 D_HEAD = 8
@@ -94,14 +95,14 @@ class Planted:
     """The answer key of a planted model.
 
     Attributes:
-        variant, seed: The variant of the circuit, and the seed.
-        heads: By role, the (layer, head). Roles that the variant lacks are left out.
+        circuit, seed: The name of the circuit ("" for the plain one), and the seed.
+        heads: By role, the (layer, head). Roles that the circuit lacks are left out.
         odds: By role, E: the weight of the target key as a multiple of another key's.
         gain: By role, the output on u for each unit of its input (relay: on its own dimension).
         unit: U, the logit that a unit on u adds to a positive word.
     """
 
-    variant: str
+    circuit: str
     seed: int
     heads: Mapping[str, tuple[int, int]]
     odds: Mapping[str, float]
@@ -111,7 +112,7 @@ class Planted:
     @property
     def shape(self) -> tuple[int, int]:
         """Layers and heads."""
-        return (3 if self.variant == "backup" else 2), 4
+        return (3 if self.circuit == "backup" else 2), 4
 
     def written(
         self,
@@ -233,14 +234,14 @@ def answer_key(name: str) -> Planted:
     """The answer key of a planted model.
 
     Raises:
-        ModelError: No such variant, or a seed that is no number.
+        ModelError: No such circuit, or a seed that is no number.
     """
     kind, _, seed = name.partition(":")
-    variant = kind.partition("-")[2]
-    if variant not in VARIANTS or (seed and not seed.isdecimal()):
+    circuit = kind.partition("-")[2]
+    if circuit not in CIRCUITS or (seed and not seed.isdecimal()):
         allowed = ", ".join(
-            f"{PLANTED}-{name_of_variant}" if name_of_variant else PLANTED
-            for name_of_variant in VARIANTS
+            f"{PLANTED}-{name_of_circuit}" if name_of_circuit else PLANTED
+            for name_of_circuit in CIRCUITS
         )
         raise ModelError(
             f"unknown model {name!r}; planted models: {allowed}, with a seed as {PLANTED}:3"
@@ -258,7 +259,7 @@ def answer_key(name: str) -> Planted:
             "mark": 2.0, "backup": 20.0,
         },
     }  # fmt: skip
-    if variant == "gain":
+    if circuit == "gain":
         around["gain"] |= {"relay": 4.0, "reader": 4.0}
     drawn = {
         kind: {role: value * rng.uniform(0.9, 1.1) for role, value in values.items()}
@@ -279,14 +280,14 @@ def answer_key(name: str) -> Planted:
         "carrier": head_at(1, 1, 0),
         "decoy": head_at(1, 1, 1),
     }
-    if variant == "gain":
+    if circuit == "gain":
         del heads["carrier"], heads["suppressor"]
-    if variant == "spread":
+    if circuit == "spread":
         heads["gate"] = head_at(0, 0, 0)
-    if variant == "backup":
+    if circuit == "backup":
         heads["backup"] = head_at(2, 0, 0)
     return Planted(
-        variant, number, heads, drawn["odds"], drawn["gain"], 1.2 * rng.uniform(0.9, 1.1)
+        circuit, number, heads, drawn["odds"], drawn["gain"], 1.2 * rng.uniform(0.9, 1.1)
     )
 
 
@@ -400,15 +401,15 @@ def _layers(name: str) -> list[_Weights]:
     writes("reader", 1, LEFT, U, key.gain["reader"])
     looks("decoy", flag, CONSTANT, FLAG, key.odds["decoy"])
     if "carrier" in key.heads:
-        asks_with = MARK if key.variant == "spread" else CONSTANT
+        asks_with = MARK if key.circuit == "spread" else CONSTANT
         looks("carrier", flag, asks_with, FLAG, key.odds["carrier"])
         writes("carrier", 0, SIGN, U, key.gain["carrier"])
         looks("suppressor", flag, CONSTANT, FLAG, key.odds["suppressor"])
         writes("suppressor", 0, SIGN, U, key.gain["suppressor"])
-    if key.variant == "spread":
+    if key.circuit == "spread":
         looks("gate", flag, CONSTANT, FIRST, key.odds["gate"])
         writes("gate", 1, FIRST, MARK, key.gain["gate"])
-    if key.variant == "backup":
+    if key.circuit == "backup":
         writes("carrier", 2, FLAG, MARK, key.gain["mark"])
         looks("backup", flag, CONSTANT, FLAG, key.odds["backup"])
         looks("backup", flag, MARK, FLAG, math.exp(-REST_SCORE))
@@ -429,7 +430,7 @@ def planted_config(name: str) -> PretrainedConfig:
         "pad_token_id": 0,
         "tie_word_embeddings": False,
     }
-    if key.variant == "gpt2":
+    if key.circuit == "gpt2":
         return GPT2Config(
             n_embd=2 * WIDTH,
             n_layer=n_layers,
@@ -461,7 +462,7 @@ def planted_network(name: str) -> PreTrainedModel:
     network = AutoModelForCausalLM.from_config(
         planted_config(name), attn_implementation="eager"
     ).double()
-    twin = answer_key(name).variant == "gpt2"
+    twin = answer_key(name).circuit == "gpt2"
     norms = {id(p) for n, p in network.named_parameters() if "norm" in n or "ln_" in n}
 
     def both(rows: np.ndarray) -> np.ndarray:

@@ -1,5 +1,6 @@
-"""A check that a model reads rows as the package gives them: left-padded beside longer ones, with
-explicit positions that begin at 0.
+"""A check that a model reads rows as the package gives them.
+
+Rows are left-padded beside longer ones, with explicit positions that begin at 0.
 
 Some networks count positions from another number, some take none, and some read padding. None of
 them raises an error: their rows depend on the rows beside them.

@@ -96,7 +96,7 @@ def choose_prepacking(network: Module, pack: str = "auto", workers: int = 1) -> 
 
 
 @contextmanager
-def prepacked(network: Module, packing: Prepacking | None = None) -> Iterator[None]:
+def prepacked(network: Module, prepacking: Prepacking | None = None) -> Iterator[None]:
     """Compute the linear layers of a network with prepacked weights inside the block.
 
     Products with gradients, of another dtype or on another device, and those of layers whose
@@ -104,12 +104,12 @@ def prepacked(network: Module, packing: Prepacking | None = None) -> Iterator[No
 
     Args:
         network: A transformers model.
-        packing: By default `choose_prepacking(network)`.
+        prepacking: By default `choose_prepacking(network)`.
     """
-    packing = choose_prepacking(network) if packing is None else packing
+    prepacking = choose_prepacking(network) if prepacking is None else prepacking
     # The layers to prepack, and GPT-2's activations.
-    layers: list[Module] = [output_layer(network)] if packing == "lm_head" else []
-    if packing == "all":
+    layers: list[Module] = [output_layer(network)] if prepacking == "lm_head" else []
+    if prepacking == "all":
         layers = [*_linear_layers(network)]
         layers += [module for module in network.modules() if type(module) is NewGELUActivation]
     layers = [layer for layer in layers if layer is not None and "forward" not in vars(layer)]

@@ -1,5 +1,7 @@
-"""A check of a loaded model: edits of its attention scores reach its logits, and these are equal to
-those of the plain transformers model."""
+"""A check of a loaded model: edits of its attention scores reach its logits.
+
+The logits are also compared with those of the plain transformers model.
+"""
 
 from __future__ import annotations
 

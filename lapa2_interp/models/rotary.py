@@ -29,9 +29,9 @@ def refuse_mixed_rotary(network: Any) -> None:
     """Refuse, from now on, passes of a transformers model that mix rotary factors.
 
     In such a pass a row gets other factors than it would alone, or than the keys in its cache have,
-    or than the text up to a query whose logits `logits_to_keep` asks for. It raises LayoutError.
-    Models whose factors do not depend on the length of a pass, and HookedTransformers, are not
-    changed.
+    or than the text up to a query whose logits `logits_to_keep` asks for. Such a pass raises
+    LayoutError. Models whose factors do not depend on the length of a pass, and HookedTransformers,
+    are not changed.
     """
     switch = rotary_limit(network.config) if hasattr(network, "config") else None
     if switch is None:

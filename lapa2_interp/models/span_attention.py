@@ -42,7 +42,8 @@ become NaN."""
 FEW = 64
 """Keys of a group up to which its scores are computed one by one."""
 SCORES_AT_ONCE = 2**24
-"""Scores in memory at once: those of few keys, of many queries."""
+"""Attention scores of one layer that are in memory at once; 64 MiB each time they are copied in
+float32."""
 
 LSE_KERNELS = {"cpu": torch.ops.aten._scaled_dot_product_flash_attention_for_cpu}
 """By type of device, a kernel that returns outputs and log-sum-exp."""
@@ -194,7 +195,9 @@ class SpanScores:
         self.biases: list[Tensor] = []  # row #head query
         self.lse = self.key_lse = query.new_empty(0)
         if hidden is not None and hidden.any():
-            self.add(hidden, query.new_full((len(query), 1, 1), HIDDEN, dtype=self.wide))
+            self.add(
+                hidden.to(query.device), query.new_full((len(query), 1, 1), HIDDEN, dtype=self.wide)
+            )
 
     def __len__(self) -> int:
         return len(self.query)

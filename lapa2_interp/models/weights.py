@@ -1,5 +1,7 @@
-"""Loading of weights: every tensor of the network is in the files, and every tensor in the files
-that belongs to the network is in it.
+"""Loading of weights, all of them and no others.
+
+Every tensor of the network is in the files, and every tensor in the files that belongs to the
+network is in it.
 
 transformers fills missing tensors with random numbers and ignores tensors without a place. Two
 loads would then differ, or the model would not be that of its files. So the files decide the
@@ -62,7 +64,7 @@ def check_layers(folder: Path) -> None:
         folder: A folder of a model; of what is none, nothing is known, and nothing is checked.
 
     Raises:
-        ModelError: It counts too many, or cannot be read.
+        ModelError: The file counts too many, or cannot be read.
     """
     file = folder / "config.json"
     if not file.is_file():
@@ -156,11 +158,11 @@ def _no_larger_than_files(source: str | Path) -> Iterator[None]:
         handle.remove()
 
 
-def load_network(kind: Any, source: str | Path, **settings: Any) -> Any:
+def load_network(auto_class: Any, source: str | Path, **settings: Any) -> Any:
     """A network whose weights are those of its files.
 
     Args:
-        kind: A transformers class, such as AutoModelForCausalLM.
+        auto_class: A transformers class, such as AutoModelForCausalLM.
         source: A folder or a hub id.
         settings: As `from_pretrained` takes them.
 
@@ -170,7 +172,7 @@ def load_network(kind: Any, source: str | Path, **settings: Any) -> Any:
         Exception: As `from_pretrained`: damaged files raise errors of many libraries.
     """
     with _no_larger_than_files(source):
-        network, report = kind.from_pretrained(
+        network, report = auto_class.from_pretrained(
             source, output_loading_info=True, ignore_mismatched_sizes=True, **settings
         )
     if getattr(network, "_hf_peft_config_loaded", False):
@@ -280,11 +282,11 @@ def _ignored_tensors(network: Any, unexpected: Iterable[str]) -> Iterator[str]:
                 break
 
 
-def check_weights(name: str, kind: str = "AutoModelForCausalLM") -> None:
+def check_weights(name: str, auto_class: str = "AutoModelForCausalLM") -> None:
     """Refuse a local folder without weights; names that are not folders are not checked.
 
     Args:
-        kind: The transformers class that reads them.
+        auto_class: The transformers class that reads them.
 
     Raises:
         ModelError: The folder has no weights, only pickles, or not all files that its index names;
@@ -312,8 +314,8 @@ def check_weights(name: str, kind: str = "AutoModelForCausalLM") -> None:
         raise ModelError(
             f"the folder {name} has its weights as a pickle alone ({pickles[0]}), which is not"
             " read: a pickle may run any code. "
-            f'If you trust it, convert it once: python -c "from transformers import {kind} as M;'
-            f' {script}"'
+            f'If you trust it, convert it once: python -c "from transformers import {auto_class} as'
+            f' M; {script}"'
         )
     there = ", ".join(sorted(file.name for file in folder.iterdir())[:8])
     raise ModelError(
@@ -345,7 +347,7 @@ def check_generation_config(folder: Path) -> None:
     other tokens.
 
     Raises:
-        ValueError: It is not valid JSON.
+        ValueError: The file is not valid JSON.
     """
     file = folder / "generation_config.json"
     try:
@@ -375,7 +377,7 @@ def listed_ends(generation: Any, name: str) -> tuple[int, ...]:
 
 def _deciding_files(folder: Path) -> list[Path]:
     """The files that decide a model's texts, also weights that its index names elsewhere."""
-    files = {file for kind in DECIDING_PATTERNS for file in folder.glob(kind)}
+    files = {file for auto_class in DECIDING_PATTERNS for file in folder.glob(auto_class)}
     index = folder / f"{WEIGHTS}.index.json"
     if index.is_file():
         files |= {folder / name for name in _indexed_files(index) if (folder / name).is_file()}

@@ -456,7 +456,7 @@ def summarize_disagreement(claims: pd.DataFrame) -> str:
     opposite = (others["raw"].isin(sides) & others["second_verdict"].isin(sides)).sum()
     return (
         f"Of {pluralize(len(both), 'claim')} with two scorers, {len(others)} have another verdict"
-        f" by the second (≠), {opposite} of them the opposite one."
+        f" by the second (≠; both without correction), {opposite} of them the opposite one."
     )
 
 

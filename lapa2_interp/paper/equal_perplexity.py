@@ -36,19 +36,19 @@ RESAMPLES = 40_000
 """Many, because Holm's correction needs small p-values."""
 
 
-def interpolate_at_cost(
+def interpolate_at_perplexity(
     log_perplexity: Float[np.ndarray, "*resample arm"],
     values: Float[np.ndarray, "*resample arm metric"],
     target: Float[np.ndarray, "*resample"],
 ) -> Float[np.ndarray, "*resample metric"]:
-    """The values of a curve where it first reaches a perplexity, or another cost; NaN if it does
+    """The values of a curve where it first reaches a perplexity; NaN if it does
     not.
 
     Args:
-        log_perplexity: ln perplexity, or cost, of the curve's arms, 2 or more: the baseline, then
+        log_perplexity: ln perplexity of the curve's arms, 2 or more: the baseline, then
             those of rising strength.
         values: Mean metrics of these arms.
-        target: ln of the perplexity, or the cost.
+        target: ln of the perplexity.
     """
     below, above = log_perplexity[..., :-1], log_perplexity[..., 1:]
     within = (below - target[..., None]) * (above - target[..., None]) <= 0
@@ -147,7 +147,7 @@ class SteeringCurves:
         the resamples whose curve reaches it."""
         curve = self.curve(family)
         with_one = np.concatenate([curve[..., 1:], np.ones_like(curve[..., :1])], axis=-1)
-        values = interpolate_at_cost(curve[..., 0], with_one, curve[:, 0, 0] + np.log(ratio))
+        values = interpolate_at_perplexity(curve[..., 0], with_one, curve[:, 0, 0] + np.log(ratio))
         return values[:, :-1], values[:, -1] == 1
 
     def points(self) -> pd.DataFrame:

@@ -1,5 +1,8 @@
-"""results.json: the models, settings and versions behind a folder of tables, one entry for each run
-that the tables come from. Grids may be run on different days and machines."""
+"""results.json: the models, settings and versions behind a folder of tables.
+
+The file has one entry for each run that the tables come from. Grids may be run on different days
+and machines.
+"""
 
 from __future__ import annotations
 
@@ -85,7 +88,7 @@ def read_gallery(folder: Path) -> Gallery:
     """Read the results.json of a folder of results; empty if there is none.
 
     Raises:
-        RunError: It is damaged, or of another version.
+        RunError: The file is damaged, or of another version.
     """
     file = folder / "results.json"
     if not file.is_file():

@@ -1,11 +1,12 @@
-"""The items of the paper: scores of a run's cells as a table with intervals, beside the paper's
-numbers, and a verdict on each claim.
+"""The items of the paper: a table with intervals, and a verdict on each claim.
+
+The table has the scores of a run's cells, beside the paper's numbers.
 
 An item is a figure or table of the paper. Its script in `analyses/` opens an `ItemTables` on a run
 folder and scores the cells of the item's grid (scores are stored in RUN/scores, so that no text is
-scored twice). It writes RUN/tables/ITEM.csv, .md and .tex, and tests the claims that the paper
-makes with the item (RUN/tables/ITEM.claims.csv). Scripts in `figures/` draw from those tables.
-Nothing here generates."""
+scored twice). An item's script writes RUN/tables/ITEM.csv, .md and .tex, and tests the claims that
+the paper makes with the item (RUN/tables/ITEM.claims.csv). Scripts in `figures/` draw from those
+tables. Nothing here generates."""
 
 from __future__ import annotations
 

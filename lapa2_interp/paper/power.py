@@ -122,8 +122,8 @@ def power_table(
 def required_prompts(claims: pd.DataFrame) -> pd.Series:
     """The number of prompts, with as many texts of each, that decides a claim in 80 % of runs.
 
-    It does so for any true difference; for claims of "same", for a true difference of 0. NaN if no
-    number does: without a margin, without a spread, or above 1,000 times the prompts.
+    That number does so for any true difference; for claims of "same", for a true difference of 0.
+    NaN if no number does: without a margin, without a spread, or above 1,000 times the prompts.
 
     Args:
         claims: Whole tables of claims (`claims.read_claims`), of any items, since an item's other

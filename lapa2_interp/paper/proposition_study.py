@@ -10,16 +10,16 @@ Four sources, each stored:
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from textwrap import fill
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import numpy as np
 import pandas as pd
+from pydantic import Field
 
 from lapa2_interp._util import plots
 from lapa2_interp._util.errors import DataError, TraceError, parameter
@@ -28,6 +28,7 @@ from lapa2_interp._util.page import Section, page
 from lapa2_interp._util.parsing import parse_json, read_text
 from lapa2_interp._util.progress import progress_bar
 from lapa2_interp._util.table_formats import format_interval, format_number, interval_text, records
+from lapa2_interp._util.values import Count, Natural, NotNegative, numbers_checked
 from lapa2_interp.attention.trace import join_traces
 from lapa2_interp.bias.augmentation import Augmentation
 from lapa2_interp.bias.layout import Layout
@@ -39,7 +40,7 @@ from lapa2_interp.generation.teacher_forcing import teacher_forced
 from lapa2_interp.methods.registry import load_task
 from lapa2_interp.models.card import Model, model_card, model_short_context
 from lapa2_interp.models.load import load_model
-from lapa2_interp.models.machine import resolve_dtype
+from lapa2_interp.models.machine import DtypeOrAuto, print_if_slow, resolve_dtype
 from lapa2_interp.paper import proposition_plots
 from lapa2_interp.paper.proposition_claims import ON_SYNTHETIC, count_by_source
 from lapa2_interp.paper.propositions import (
@@ -70,92 +71,8 @@ TERMINAL_ALPHAS = (0.5, 1.0)
 """Alphas whose verdicts are printed; tables/verdicts.csv has all."""
 L_PRE = 3
 """Keys of the synthetic prefix; "Very positive:" has as many."""
-
-
-@dataclass(frozen=True)
-class PropositionStudy:
-    """Settings of the study.
-
-    Attributes:
-        model, dtype, device: The model, its precision and its device.
-        alphas: Alphas under which the baseline's texts are teacher-forced, besides 0.
-        free: Alphas that generate their own texts, besides 0.
-        length: Tokens of a generated text, its prompt included.
-        samples: Texts per prompt and attribute.
-        prompts: Number of the task's first prompts.
-        seed: Seed of all random streams.
-        synthetic_length: Longest synthetic l; 0 leaves synthetic logits out.
-        synthetic_texts: Draws per family.
-        text: A file from whose beginning long texts are cut.
-        long_length: Tokens per long text; 0 for the context length.
-        long_texts: Number of long texts.
-        long_alphas: Alphas under which long texts are read, besides 0.
-        long_dtype: Precision of the model that reads them.
-    """
-
-    model: str = "smollm2-135m"
-    dtype: str = "float32"
-    device: str | None = None
-    alphas: tuple[float, ...] = (0.25, 0.5, 0.75, 1.0, 1.5, 2.0)
-    free: tuple[float, ...] = (0.5, 1.0)
-    length: int = 256
-    samples: int = 1
-    prompts: int = 15
-    seed: int = 1
-    synthetic_length: int = 1_000_000
-    synthetic_texts: int = 20
-    text: Path | None = None
-    long_length: int = 0
-    long_texts: int = 1
-    long_alphas: tuple[float, ...] = (0.5, 1.0)
-    long_dtype: str = "float32"
-
-    def __post_init__(self) -> None:
-        """Sort the alphas, each once, without the 0 that every part includes, and check all values.
-
-        Raises:
-            TraceError: A negative alpha, a count out of range, or an option of a text without one.
-        """
-        # Resolve precisions, and check and sort alphas.
-        for name in ("dtype", "long_dtype"):
-            object.__setattr__(self, name, resolve_dtype(getattr(self, name), self.device))
-        for name in ("alphas", "free", "long_alphas"):
-            alphas = getattr(self, name)
-            option = "--" + name.replace("_", "-")
-            if bad := [a for a in alphas if not (a >= 0 and math.isfinite(a))]:
-                raise TraceError(f"{option} must be numbers of at least 0, found {bad[0]:g}")
-            object.__setattr__(self, name, tuple(sorted({float(a) for a in alphas if a > 0})))
-        # Check numbers, and options that need a text.
-        least = dict.fromkeys(("samples", "prompts", "length", "synthetic_texts", "long_texts"), 1)
-        least |= dict.fromkeys(("synthetic_length", "long_length", "seed"), 0)
-        for name, value in least.items():
-            if (count := getattr(self, name)) < value:
-                option = "--" + name.replace("_", "-")
-                raise TraceError(f"{option} must be at least {value}, found {count}")
-        if self.text is None and (self.long_length or self.long_texts > 1):
-            raise TraceError(
-                f"{parameter('long_length')} and {parameter('long_texts')} cut a text: give it"
-                f" with {parameter('text', 'FILE')}"
-            )
-        if self.text is None and (self.long_alphas, self.long_dtype) != (
-            PropositionStudy.long_alphas,
-            PropositionStudy.long_dtype,
-        ):
-            raise TraceError(
-                f"{parameter('long_alphas')} and {parameter('long_dtype')} read a text: give"
-                f" it with {parameter('text', 'FILE')}"
-            )
-        if self.text is not None and not self.long_alphas:
-            raise TraceError(
-                f"{parameter('long_alphas')} needs an alpha above 0; the baseline is there anyway"
-            )
-        if self.prompts > (most := len(load_task("sentiment").prompts.texts)):
-            raise TraceError(f"prompts must be at most {most}, found {self.prompts}")
-        if 0 < self.long_length < 8:
-            raise TraceError(
-                f"{parameter('long_length')} must leave steps to fit: at least 8 tokens, found"
-                f" {self.long_length}"
-            )
+SYNTHETIC_TEXTS = 20
+"""Draws of each family of synthetic logits."""
 
 
 @dataclass(frozen=True)
@@ -167,44 +84,173 @@ class PropositionResults:
     all steps.
     """
 
+    folder: Path
     tables: dict[str, pd.DataFrame]
     traces: dict[str, xr.Dataset]
     free: Run
 
+    def summary(self) -> str:
+        """The verdicts as text."""
+        verdicts = self.tables["verdicts"]
+        return (
+            f"{format_verdicts(verdicts)}\n\n"
+            + "\n".join(count_by_source(verdicts))
+            + f"\n\nLook at {self.folder}/report.html (tables/verdicts.csv has every number)."
+        )
 
-def write_proposition_study(out: Path, study: PropositionStudy, force: bool = False) -> str:
-    """Run a study and write its folder; returns the text to print.
 
-    The folder: study.json, synthetic.nc, forced.nc, free.nc, long.nc (thinned), free/ (a run
-    without its trace), tables/*.csv, figures/*.png, report.html.
+@numbers_checked
+def run_proposition_study(
+    *,
+    out: str | Path,
+    model: str = "smollm2-135m",
+    alphas: Sequence[NotNegative] = (0.25, 0.5, 0.75, 1.0, 1.5, 2.0),
+    free: Sequence[NotNegative] = (0.5, 1.0),
+    length: Count = 256,
+    samples: Count = 1,
+    synthetic_length: Natural = 1_000_000,
+    text: str | Path | None = None,
+    long_length: Annotated[int, Field(ge=8)] | None = None,
+    long_texts: Count | None = None,
+    long_alphas: Sequence[NotNegative] | None = None,
+    long_dtype: DtypeOrAuto | None = None,
+    dtype: DtypeOrAuto = "float32",
+    device: str | None = None,
+    seed: Natural = 1,
+    force: bool = False,
+) -> PropositionResults:
+    """Test the paper's propositions on logits made to fit or break them, and on a model.
+
+    Does prefix attention decay as O(1/l)? Does the bias turn that into l^(alpha-1)? Where do the
+    assumptions break? Verdicts are 95 % intervals against a margin around the claim: as in the
+    paper, against the paper, or inconclusive. For example
+
+        lapa2 propositions --out results/propositions
+        lapa2 propositions --text book.txt --out results/long
+
+    where the second also reads one text up to the model's context.
+
+    Args:
+        out: A new folder: tables/, figures/, traces (thinned) and report.html.
+        model: A name of `lapa2 models`, a hub id or a folder.
+        alphas: The baseline's texts are read again under each of these.
+        free: Alphas that also generate texts of their own, as in the paper's figures.
+        length: Tokens of a generated text, its prompt included.
+        samples: Texts per prompt and attribute.
+        synthetic_length: Longest l of the synthetic logits; 0 leaves them out.
+        text: A UTF-8 text file to read as one long text, behind the prefix "Very positive:" and the
+            prompt "The".
+        long_length: Tokens of the long text; by default they fill the model's context.
+        long_texts: Cut the file into as many texts (default: 1); intervals need several.
+        long_alphas: Alphas of the long texts; by default 0.5 and 1.
+        long_dtype: Precision in which the long texts are read; float32 by default.
+        dtype: Precision of weights and computation. In bfloat16 attention is rounded to 3 digits,
+            and so is the exact law.
+        device: cpu, cuda, cuda:1; CUDA when there is one, by default.
+        seed: Seed of texts and synthetic logits.
+        force: Replace a finished folder.
 
     Raises:
-        Lapa2Error: Any error of `load_model`, `generate` and `new_folder`.
-        DataError: The text file is too short.
-        TraceError: Texts are too short to fit a slope.
+        DataError: The text file cannot be read, or is too short.
+        TraceError: Texts are too short to fit a slope; options of a text without a text.
+        Lapa2Error: As `load_model` and `generate`; or a number is out of range.
     """
-    with result_folder(out, force, finished=_is_finished_study) as folder:
-        results = run_proposition_study(study)
-        for name, trace in results.traces.items():
-            write_netcdf(folder / f"{name}.nc", trace)
-        write_run(folder / "free", results.free)
-        figures = draw_figures(results.tables)
-        for kind in ("tables", "figures"):
-            (folder / kind).mkdir()
-        for name, table in results.tables.items():
-            table.to_csv(folder / "tables" / f"{name}.csv", index=False)
-        for name, (_, drawing) in figures.items():
-            drawing.savefig(folder / "figures" / f"{name}.png")
-        facts = _study_facts(study, results)
-        write_json(folder / STUDY_FILE, {"kind": KIND, **facts})
-        (folder / "report.html").write_text(
-            _study_page(results.tables, figures, facts), encoding="utf-8"
+    long = {"long_length": long_length, "long_texts": long_texts, "long_alphas": long_alphas,
+            "long_dtype": long_dtype}  # fmt: skip
+    if text is None and (about_text := [name for name in long if long[name] is not None]):
+        raise TraceError(
+            f"{parameter(about_text[0])} is about a text; give it with {parameter('text', 'FILE')}"
         )
-    return (
-        f"{format_verdicts(results.tables['verdicts'])}\n\n"
-        + "\n".join(count_by_source(results.tables["verdicts"]))
-        + f"\n\nLook at {out}/report.html"
-        " (tables/verdicts.csv has every number)."
+    dtype = resolve_dtype(dtype, device)
+    long_dtype = resolve_dtype(long_dtype or "float32", device)
+    alphas, free = _above_zero(alphas), _above_zero(free)
+    long_alphas = _above_zero((0.5, 1.0) if long_alphas is None else long_alphas)
+    if not long_alphas:
+        raise TraceError(
+            f"{parameter('long_alphas')} needs an alpha above 0; the baseline is there anyway"
+        )
+    for precision in dict.fromkeys((dtype, long_dtype)):
+        print_if_slow(precision, device)
+    out, text = Path(out), None if text is None else Path(text)
+    with result_folder(out, force, finished=_is_finished_study) as folder:
+        loaded = load_model(model, dtype=dtype, device=device)
+        name = model_card(loaded).name
+        tables: dict[str, pd.DataFrame] = {}
+        traces: dict[str, xr.Dataset] = {}
+        verdicts: list[pd.DataFrame] = []
+        # Read the file and check lengths before anything slow.
+        branch, long_ids = (
+            _cut_long_texts(loaded, text, long_length, long_texts or 1) if text else (None, [])
+        )
+        # 1. Synthetic logits.
+        if synthetic_length:
+            lengths = geometric_lengths(synthetic_length, L_PRE)
+            drawn = draw_log_odds(lengths, L_PRE, texts=SYNTHETIC_TEXTS, seed=seed)
+            all_alphas = (0.0, *alphas)
+            tables["synthetic_shares"] = synthetic_shares(drawn, lengths, L_PRE, all_alphas)
+            tables["synthetic_slopes"] = synthetic_slopes(drawn, lengths, L_PRE, all_alphas)
+            verdicts.append(synthetic_verdicts(drawn, lengths, L_PRE, all_alphas))
+            traces["synthetic"] = log_odds_dataset(drawn, lengths)
+        # 2. Texts that every alpha generates for itself.
+        run = _generate_texts(loaded, free, len(alphas), length, samples, seed)
+        own = stack_alphas({alpha: trace for alpha, (_, trace) in _texts_by_alpha(run).items()})
+        where = f"{name}, each alpha its own texts"
+        verdicts.append(trace_verdicts(own, where, same_texts=False, dtype=dtype))
+        tables |= {"free_curves": decay_curve_table(own), "free_exponents": exponent_table(own)}
+        traces["free"] = thin(own)
+        # 3. The baseline's texts under every alpha.
+        if alphas:
+            rules = {alpha: Augmentation(alpha=alpha) for alpha in alphas}
+            forced = _same_texts(loaded, run, rules)
+            verdicts.append(trace_verdicts(forced, f"{name}, the same texts", dtype=dtype))
+            tables |= _trace_tables(forced, rules)
+            traces["forced"] = thin(forced)
+        # 4. Long texts from the file.
+        if text is not None and branch is not None:
+            if long_dtype != dtype:
+                del loaded
+                loaded = load_model(model, dtype=long_dtype, device=device)
+            rules = {alpha: Augmentation(alpha=alpha) for alpha in long_alphas}
+            read = _read_under(loaded, branch, long_ids, {0.0: None, **rules}, "reading long texts")
+            stacked = stack_alphas(read)
+            where = f"{name}, {len(long_ids)} x {len(long_ids[0])} tokens of {text.name}"
+            verdicts.append(trace_verdicts(stacked, where, dtype=long_dtype))
+            tables |= {
+                f"long_{kind}": table for kind, table in _trace_tables(stacked, rules).items()
+            }
+            traces["long"] = thin(stacked)
+        tables["verdicts"] = pd.concat(verdicts, ignore_index=True)
+        results = PropositionResults(out, tables, traces, _without_traces(run))
+        settings = {
+            "model": model, "dtype": dtype, "device": device, "alphas": alphas, "free": free,
+            "length": length, "samples": samples, "seed": seed,
+            "synthetic_length": synthetic_length, "text": text and text.name, **long,
+        }  # fmt: skip
+        _write_study(folder, results, _study_facts(settings, results))
+    return results
+
+
+def _above_zero(alphas: Sequence[float]) -> tuple[float, ...]:
+    """The alphas in order, each once, without the 0 that every part includes."""
+    return tuple(sorted({float(alpha) for alpha in alphas if alpha > 0}))
+
+
+def _write_study(folder: Path, results: PropositionResults, facts: dict[str, str]) -> None:
+    """study.json, report.html, *.nc, free/ (a run without its trace), tables/*.csv,
+    figures/*.png."""
+    for name, trace in results.traces.items():
+        write_netcdf(folder / f"{name}.nc", trace)
+    write_run(folder / "free", results.free)
+    figures = draw_figures(results.tables)
+    for kind in ("tables", "figures"):
+        (folder / kind).mkdir()
+    for name, table in results.tables.items():
+        table.to_csv(folder / "tables" / f"{name}.csv", index=False)
+    for name, (_, drawing) in figures.items():
+        drawing.savefig(folder / "figures" / f"{name}.png")
+    write_json(folder / STUDY_FILE, {"kind": KIND, **facts})
+    (folder / "report.html").write_text(
+        _study_page(results.tables, figures, facts), encoding="utf-8"
     )
 
 
@@ -216,61 +262,6 @@ def _is_finished_study(folder: Path) -> bool:
         return False
     refuse_foreign_files(folder, (STUDY_FILE, "*.nc", "free", "tables", "figures", "report.html"))
     return True
-
-
-def run_proposition_study(study: PropositionStudy) -> PropositionResults:
-    """Run all parts of a study; write nothing."""
-    tables: dict[str, pd.DataFrame] = {}
-    traces: dict[str, xr.Dataset] = {}
-    verdicts: list[pd.DataFrame] = []
-    model = load_model(study.model, dtype=study.dtype, device=study.device)
-    name = model_card(model).name
-    # Read the file and check lengths before anything slow.
-    long_ids = _cut_long_texts(study, model) if study.text is not None else None
-    # 1. Synthetic logits.
-    if study.synthetic_length:
-        lengths = geometric_lengths(study.synthetic_length, L_PRE)
-        drawn = draw_log_odds(lengths, L_PRE, texts=study.synthetic_texts, seed=study.seed)
-        alphas = (0.0, *study.alphas)
-        tables["synthetic_shares"] = synthetic_shares(drawn, lengths, L_PRE, alphas)
-        tables["synthetic_slopes"] = synthetic_slopes(drawn, lengths, L_PRE, alphas)
-        verdicts.append(synthetic_verdicts(drawn, lengths, L_PRE, alphas))
-        traces["synthetic"] = log_odds_dataset(drawn, lengths)
-    # 2. Texts that every alpha generates for itself.
-    free = _generate_texts(model, study)
-    own = stack_alphas({alpha: trace for alpha, (_, trace) in _texts_by_alpha(free).items()})
-    verdicts.append(
-        trace_verdicts(
-            own, f"{name}, each alpha its own texts", same_texts=False, dtype=study.dtype
-        )
-    )
-    tables |= {"free_curves": decay_curve_table(own), "free_exponents": exponent_table(own)}
-    # 3. The baseline's texts under every alpha.
-    if study.alphas:
-        rules = {alpha: Augmentation(alpha=alpha) for alpha in study.alphas}
-        forced = _same_texts(model, free, rules)
-        verdicts.append(trace_verdicts(forced, f"{name}, the same texts", dtype=study.dtype))
-        tables |= _trace_tables(forced, rules)
-        traces["forced"] = thin(forced)
-    # 4. Long texts from the file.
-    if long_ids is not None:
-        if study.long_dtype != study.dtype:
-            del model
-            model = load_model(study.model, dtype=study.long_dtype, device=study.device)
-        rules = {alpha: Augmentation(alpha=alpha) for alpha in study.long_alphas}
-        branch, texts = long_ids
-        read = _read_under(model, branch, texts, {0.0: None, **rules}, "reading long texts")
-        stacked = stack_alphas(read)
-        where = (
-            f"{name}, {len(texts)} x {len(texts[0])} tokens of"
-            f" {study.text.name if study.text else ''}"
-        )
-        verdicts.append(trace_verdicts(stacked, where, dtype=study.long_dtype))
-        tables |= {f"long_{kind}": table for kind, table in _trace_tables(stacked, rules).items()}
-        traces["long"] = thin(stacked)
-    tables["verdicts"] = pd.concat(verdicts, ignore_index=True)
-    traces["free"] = thin(own)
-    return PropositionResults(tables, traces, _without_traces(free))
 
 
 def _trace_tables(
@@ -285,29 +276,29 @@ def _trace_tables(
     }
 
 
-def _generate_texts(model: Model, study: PropositionStudy) -> Run:
+def _generate_texts(
+    model: Model, alphas: Sequence[float], n_read: int, length: int, samples: int, seed: int
+) -> Run:
+    """Texts of the baseline and of other alphas; n_read alphas read the baseline's later."""
     task = load_task("sentiment")
     cells = [
         cell_of(
             model,
             attribute=attribute,
-            prompts=study.prompts,
             alpha=alpha,
-            length=study.length,
-            samples=study.samples,
-            seed=study.seed,
+            length=length,
+            samples=samples,
+            seed=seed,
         )
-        for alpha in (0.0, *study.free)
+        for alpha in (0.0, *alphas)
         for attribute in task.attributes
     ]
-    return make_cells(
-        model, cells, name=KIND, announce=lambda _, plans: _announce_work(model, study, plans)
-    )
 
+    def announce(_: Model, plans: Sequence[BatchPlan]) -> None:
+        print(announcement(model, plans), file=sys.stderr)
+        print(f"then they are read under {n_read} alphas", file=sys.stderr)
 
-def _announce_work(model: Model, study: PropositionStudy, plans: Sequence[BatchPlan]) -> None:
-    print(announcement(model, plans), file=sys.stderr)
-    print(f"then they are read under {len(study.alphas)} alphas", file=sys.stderr)
+    return make_cells(model, cells, name=KIND, announce=announce)
 
 
 def _texts_by_alpha(run: Run) -> dict[float, tuple[pd.DataFrame, xr.Dataset]]:
@@ -365,33 +356,34 @@ def _without_traces(run: Run) -> Run:
     return Run(None, Listing(grids={KIND: tuple(cells)}), cells, batches)
 
 
-def _cut_long_texts(study: PropositionStudy, model: Model) -> tuple[Layout, list[list[int]]]:
-    """The branch, and the texts cut from the file, as token ids.
+def _cut_long_texts(
+    model: Model, file: Path, length: int | None, n: int
+) -> tuple[Layout, list[list[int]]]:
+    """The branch, and n texts cut from the file, as token ids.
 
     Raises:
         DataError: The file cannot be read, or is too short; or texts exceed the context.
     """
-    assert study.text is not None
     try:
-        content = read_text(study.text)
+        content = read_text(file)
     except (OSError, ValueError) as error:
-        raise DataError(f"cannot read {study.text} as text: {error}") from error
+        raise DataError(f"cannot read {file} as text: {error}") from error
     branch = Layout.of(model.tokenizer, load_task("sentiment").attributes["positive"].prefix, "The")
     room = (model_short_context(model) or model.cfg.n_ctx) - len(branch) + 1
-    length = study.long_length or room
+    length = length or room
     if length > room:
         raise DataError(
             f"texts of {length} tokens exceed the context after prefix and prompt; give at most"
             f" {room}"
         )
     ids = model.tokenizer(content, add_special_tokens=False, verbose=False).input_ids
-    if len(ids) < length * study.long_texts:
+    if len(ids) < length * n:
         raise DataError(
-            f"{study.text} has {len(ids)} tokens, fewer than {study.long_texts} x {length}; give a"
+            f"{file} has {len(ids)} tokens, fewer than {n} x {length}; give a"
             f" longer text, or fewer or shorter ones ({parameter('long_texts')},"
             f" {parameter('long_length')})"
         )
-    return branch, [ids[i * length : (i + 1) * length] for i in range(study.long_texts)]
+    return branch, [ids[i * length : (i + 1) * length] for i in range(n)]
 
 
 # --- figures, text and page
@@ -538,10 +530,8 @@ def _study_page(
     return page("Do the propositions hold?", lead, sections, facts)
 
 
-def _study_facts(study: PropositionStudy, results: PropositionResults) -> dict[str, str]:
-    facts = {name: str(value) for name, value in vars(study).items() if value is not None}
-    if study.text is not None:
-        facts["text"] = study.text.name
+def _study_facts(settings: Mapping[str, object], results: PropositionResults) -> dict[str, str]:
+    facts = {name: str(value) for name, value in settings.items() if value is not None}
     return {
         **facts,
         "weights": results.free.manifest(next(iter(results.free.by_key))).model.weights,

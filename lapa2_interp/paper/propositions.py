@@ -8,8 +8,8 @@ holds for any logits, so its slope against log r is alpha plus the growth rate o
 bounded-ratio form of Proposition 1 says that it does not grow (O(1/l)); Proposition 2, with uniform
 logits, that the slope is alpha. Proposition 1 itself is about the mean of A over draws, which may
 fall as 1/l while A of a typical text does not: both are measured. Slopes of log A' approach alpha -
-1 only far out; they are reported beside the closed form's own slope over the same lengths, never
-judged.
+1 only far out; such slopes are reported beside the closed form's own slope over the same lengths,
+never judged.
 
 Two lengths: r - 1 counts all keys of the softmax, BOS included (`l_kv`); the bias counts as the
 paper does, without BOS. `paper.proposition_claims` has the claims and their verdicts.

@@ -115,7 +115,7 @@ def _scorer(text: str) -> str:
 
 
 def print_error(
-    kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    error_class: type[BaseException], error: BaseException, trace: TracebackType | None
 ) -> None:
     """The `sys.excepthook` of scripts: an error that a user can correct is one line on stderr and
     exit code 2, as in the command line."""
@@ -128,4 +128,4 @@ def print_error(
     if isinstance(error, Lapa2Error):
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
-    sys.__excepthook__(kind, error, trace)
+    sys.__excepthook__(error_class, error, trace)

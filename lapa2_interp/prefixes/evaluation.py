@@ -21,6 +21,7 @@ from tqdm import tqdm
 
 from lapa2_interp._util.errors import PrefixError
 from lapa2_interp._util.progress import progress_bar
+from lapa2_interp._util.values import Count, numbers_checked
 from lapa2_interp.bias.layout import text_markers
 from lapa2_interp.models.load import load_transformers, move_to_device
 from lapa2_interp.models.prepacked import prepacked
@@ -151,13 +152,14 @@ def likeliest_under_own_prefix(table: pd.DataFrame, prefixes: Mapping[str, str])
     return best == wide.index.get_level_values("label").map(prefixes)
 
 
+@numbers_checked
 def evaluate_sets(
     folders: Sequence[Path],
     task: Task,
     corpora: Sequence[Corpus],
     *,
-    limit: int = 250,
-    max_tokens: int = 64,
+    limit: Count = 250,
+    max_tokens: Count = 64,
     dtype: str = "float32",
     device: str | None = None,
     trust_remote_code: bool = False,
@@ -166,8 +168,8 @@ def evaluate_sets(
     into their cards.
 
     Args:
-        limit: Texts per attribute, 1 or more, shared evenly among the corpora.
-        max_tokens: Tokens of a text, 1 or more; its first piece is scored.
+        limit: Texts per attribute, shared evenly among the corpora.
+        max_tokens: Tokens of a text; its first piece is scored.
 
     Returns:
         One row per set, label and prefix: set, label, prefix, nll, low, high, n.
@@ -178,9 +180,6 @@ def evaluate_sets(
         DataError: An attribute has no text.
     """
     # Load the sets, and check that they fit together.
-    for option, value in (("limit", limit), ("max_tokens", max_tokens)):
-        if value < 1:
-            raise PrefixError(f"{option} must be 1 or more, found {value}")
     sets = {
         folder: {card.attribute: load_prefix(folder, card.attribute) for card in cards_in(folder)}
         for folder in folders

@@ -7,9 +7,9 @@
             ([middle, d_model], bias [d_model]) for both, folded here: K = E_K W + b, V = E_V W + b. Positions are not shifted.
     lapa2   a prefix of this package, attached to the same weights from another place.
 
-PEFT's adapters and this package's prefixes name the model they were trained for. It must be the model that is
-given: have its name, its folder, or its files (`Base`). Another is refused unless the caller accepts it, and the card
-records it. Air-Decoding's checkpoints name no model.
+PEFT's adapters and this package's prefixes name the model they were trained for. That model must be
+the one given: have its name, its folder, or its files (`Base`). Another is refused unless the
+caller accepts it, and the card records it. Air-Decoding's checkpoints name no model.
 
 Other checkpoints than safetensors are read with torch's `weights_only`: a file that would run code is
 refused.

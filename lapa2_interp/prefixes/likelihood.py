@@ -138,7 +138,7 @@ def check_has_embeddings(network: Any, ids: Tensor) -> None:
     """Refuse tokens that a network does not have.
 
     Raises:
-        LayoutError: It has no embedding for a token.
+        LayoutError: The model has no embedding for a token.
     """
     try:
         n = getattr(network.get_input_embeddings(), "num_embeddings", None)  # I-BERT's has none

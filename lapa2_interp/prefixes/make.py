@@ -9,7 +9,7 @@ from typing import Any, Literal
 import pandas as pd
 
 from lapa2_interp._util.errors import PrefixError
-from lapa2_interp._util.values import numbers_checked
+from lapa2_interp._util.values import Count, numbers_checked
 from lapa2_interp.models.machine import Dtype, print_if_slow
 from lapa2_interp.prefixes.evaluation import evaluate_sets
 from lapa2_interp.prefixes.recipes import training_recipe
@@ -129,8 +129,8 @@ def measure_sets(
     *,
     data: Sequence[str],
     task: str | Path | Task | None = None,
-    limit: int = 250,
-    max_tokens: int = 64,
+    limit: Count = 250,
+    max_tokens: Count = 64,
     dtype: Dtype = "float32",
     device: str | None = None,
     trust_remote_code: bool = False,

@@ -221,9 +221,9 @@ class PrefixTraining:
         if within == 0 or not hasattr(self, "order"):
             self.order = self.train.batches(self.recipe.batch, (self.recipe.seed, epoch))
         warm = max(1, round(self.recipe.warmup * self.total))
-        rate = min((self.step + 1) / warm, (self.total - self.step) / max(1, self.total - warm))
+        factor = min((self.step + 1) / warm, (self.total - self.step) / max(1, self.total - warm))
         for group in self.optimizer.param_groups:
-            group["lr"] = self.recipe.lr * rate
+            group["lr"] = self.recipe.lr * factor
         with _dropout(self.network, self.recipe.dropout, self.recipe.seed + self.step):
             loss, n_read = self.loss(self.parameters(), self.train, self.order[within], self.step)
         if not loss.isfinite():

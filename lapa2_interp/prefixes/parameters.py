@@ -77,9 +77,9 @@ def text_keys_and_values(
 ) -> Float[Tensor, "two layer kv_head slot d_head"]:
     """Keys and values of a text as a prefix of `slots` slots; a shorter text is repeated.
 
-    BOS stands before the text, but its key is left out: it is an attention sink, and would make the
-    prefix one. For an unshifted prefix, the positions are below 0 where the model takes such
-    positions (rotary), so that the slots lie in front of the text.
+    BOS stands before the text, but its key is left out: that key is an attention sink, and would
+    make the prefix one. For an unshifted prefix, the positions are below 0 where the model takes
+    such positions (rotary), so that the slots lie in front of the text.
     """
     ids = (list(ids) * slots)[:slots]
     device = next(network.parameters()).device

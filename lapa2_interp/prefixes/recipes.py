@@ -1,5 +1,7 @@
-"""Recipes for the training of soft prefixes: a default for small machines, and those of the
-literature."""
+"""Recipes for the training of soft prefixes.
+
+There is a default for small machines, and those of the literature.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from lapa2_interp._util.errors import PrefixError, unknown_choice, validation_message
+from lapa2_interp._util.values import Count, Natural, NotNegative, Positive
 from lapa2_interp.models.machine import Dtype
 
 
@@ -26,43 +29,43 @@ class TrainingRecipe(BaseModel):
     start: Literal["text", "hard", "set", "random", "zero"] = "text"
     """First values: keys and values of on-attribute text, of the hard prefix, or of the prefixes of
     another set (these three only with direct); normal(0, 0.02); or zero."""
-    shared: Annotated[int, Field(ge=0)] = 0
+    shared: Natural = 0
     """Pieces of text, of all attributes together, that one prefix learns first (only with direct).
     Each attribute's prefix starts from it, so that the prefixes of a set differ by their attributes
     and not by their starts."""
-    slots: Annotated[int, Field(ge=1)] = 20
-    middle: Annotated[int, Field(ge=1)] = 512
+    slots: Count = 20
+    middle: Count = 512
     """Width of the tables of air, mlp (hidden layer) and linear."""
     shifted: bool = False
     """Text positions start after the slots."""
-    lr: Annotated[float, Field(gt=0)] = 2e-2
-    epochs: Annotated[int, Field(ge=1)] = 1
-    batch: Annotated[int, Field(ge=1)] = 16
+    lr: Positive = 2e-2
+    epochs: Count = 1
+    batch: Count = 16
     """Texts of a step; a contrastive step reads each text after every prefix."""
-    max_tokens: Annotated[int, Field(ge=1)] = 64
+    max_tokens: Count = 64
     """Tokens of a text that are read, BOS not counted."""
-    limit: Annotated[int, Field(ge=1)] | None = None
+    limit: Count | None = None
     """Pieces of text per attribute."""
     warmup: Annotated[float, Field(ge=0, le=1)] = 0.1
     """Share of the steps over which the learning rate rises; it falls linearly to 0 after."""
-    weight_decay: Annotated[float, Field(ge=0)] = 0.0
-    clip: Annotated[float, Field(gt=0)] = 1.0
+    weight_decay: NotNegative = 0.0
+    clip: Positive = 1.0
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Dropout in the frozen network."""
     gen_weight: Annotated[float, Field(ge=0, le=1)] = 0.5
     """w of the contrastive loss."""
     sum_loss: bool = True
     """Contrastive: s_c is a text's whole NLL, not its mean per token."""
-    logit_scale: Annotated[float, Field(gt=0)] = 1.0
+    logit_scale: Positive = 1.0
     """Contrastive: the softmax is over -logit_scale * s_c. Whole texts differ by several nats for
     reasons other than the attribute. An unscaled softmax is therefore far too certain, and its
     held-out loss rises from the first step."""
     negatives: Literal["all", "one"] = "all"
     """Contrastive: the softmax is over all attributes, or over the text's own and one other
     attribute, drawn at random."""
-    check_every: Annotated[int, Field(ge=1)] = 25
+    check_every: Count = 25
     """Steps between held-out losses; a checkpoint is written at each."""
-    patience: Annotated[int, Field(ge=1)] | None = 6
+    patience: Count | None = 6
     """Held-out losses without a new best before training stops; the best step is kept. None trains
         to the end and keeps the last step, as the literature's recipes do."""
     seed: int = 42

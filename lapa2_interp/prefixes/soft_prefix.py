@@ -359,7 +359,7 @@ def read_card(file: Path) -> PrefixCard:
     """The card of a prefix, without its tensors.
 
     Raises:
-        PrefixError: It does not exist or is not a card.
+        PrefixError: The file does not exist or is not a card.
     """
     if not file.is_file():
         near = (

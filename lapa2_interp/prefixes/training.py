@@ -38,7 +38,7 @@ from lapa2_interp._util.progress import progress_bar
 from lapa2_interp._util.same_inputs import check_same_inputs
 from lapa2_interp._util.version import __version__
 from lapa2_interp.bias.layout import text_markers
-from lapa2_interp.models.card import check_rotary_side, context_length, short_context
+from lapa2_interp.models.card import context_length, short_context
 from lapa2_interp.models.load import load_transformers, move_to_device
 from lapa2_interp.prefixes.optimization import PrefixTraining, TokenLists, TrainingTexts
 from lapa2_interp.prefixes.parameters import text_keys_and_values
@@ -228,19 +228,18 @@ def check_context(
     with which soft ones are compared.
 
     Raises:
-        PrefixError: With BOS they exceed the model's context.
-        LayoutError: The model's rotary factors change within them.
+        PrefixError: With BOS they exceed the model's context, or the length beyond which the model
+            has other rotary factors.
     """
     hard = [tokenizer(task.prefix(name), add_special_tokens=False).input_ids for name in attributes]
-    longest, n_ctx = max(slots, *map(len, hard)), context_length(network.config)
+    longest = max(slots, *map(len, hard))
+    n_ctx = short_context(network.config) or context_length(network.config)
     if longest + 1 + max_tokens > n_ctx:
         raise PrefixError(
             f"{longest} slots or tokens of a prefix, BOS and {max_tokens} tokens of a text exceed"
             f" the model's context of {n_ctx}; give at most {n_ctx - longest - 1} tokens"
             " (max_tokens)"
         )
-    what = f"{slots} slots, BOS and {max_tokens} tokens of a text (max_tokens)"
-    check_rotary_side(short_context(network.config), 0, slots + 1 + max_tokens, what)
 
 
 def tokenise_pieces(
@@ -335,8 +334,8 @@ def _begin_shared(
         job.begin(shared.best.expand(-1, len(job.attributes), -1, -1, -1, -1))
 
 
-def _train_with_bar(job: PrefixTraining, label: str) -> None:
-    with progress_bar(job.total, label, "step") as bar:
+def _train_with_bar(job: PrefixTraining, description: str) -> None:
+    with progress_bar(job.total, description, "step") as bar:
         job.run(bar)
 
 
@@ -354,13 +353,13 @@ def _announcement(jobs: Sequence[PrefixTraining], recipe: TrainingRecipe) -> str
     )
     loss.backward()
     job.optimizer.zero_grad()
-    rate = n_read / (perf_counter() - began)
+    speed = n_read / (perf_counter() - began)
     total = n_prefixes * tokens + shared
     return (
         f"{sum(len(job.attributes) for job in jobs)} prefixes of {recipe.slots} slots"
         f" ({recipe.objective}, {recipe.parameterisation}): {len(texts)} pieces of text,"
         f" {sum(job.total for job in jobs)} steps, {total} tokens at most, about"
-        f" {total / rate / 60:.0f} min at {rate:.0f} tokens/s; after a stop the same"
+        f" {total / speed / 60:.0f} min at {speed:.0f} tokens/s; after a stop the same"
         " command resumes"
     )
 

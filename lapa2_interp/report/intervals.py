@@ -62,7 +62,8 @@ def format_numbers(numbers: Mapping[str, float]) -> dict[str, str]:
 def shared_scale(ends: pd.DataFrame) -> tuple[float, float]:
     """The two ends of the scale that all intervals of a metric share.
 
-    It covers all rows up to `SCALE_LIMIT`, so that an outlier does not shrink the others to points.
+    The scale covers all rows up to `SCALE_LIMIT`, so that an outlier does not shrink the others to
+    points.
     """
     reach = ends.abs().max(axis=1)
     if not (reach > 0).any():

@@ -51,7 +51,7 @@ PAGE_BYTES = 3_800_000
 """Largest intended page in bytes, which limits the number of prompts with texts."""
 MOST_FIGURES = 24
 """Figures of attention on a page."""
-PACKING_NAMES = {"all": "every linear layer", "lm_head": "the output layer"}
+PREPACKING_NAMES = {"all": "every linear layer", "lm_head": "the output layer"}
 """Descriptions of the values of `ModelCard.prepacking`."""
 
 
@@ -195,8 +195,9 @@ def _run_facts(run: Run, manifests: Sequence[Manifest]) -> dict[str, list[str]]:
             str(manifest.threads) for manifest in manifests if manifest.threads is not None
         ),
         "Packed weights": (
-            PACKING_NAMES[card.prepacking] for card in cards if card.prepacking != "none"
+            PREPACKING_NAMES[card.prepacking] for card in cards if card.prepacking != "none"
         ),
+        "Attention of prompts": (card.attn for card in cards if card.attn != "matrix"),
         "Package": (f"lapa2_interp {manifest.lapa2_interp}" for manifest in manifests),
         "Commit": (manifest.commit or "outside a git checkout" for manifest in manifests),
         "Libraries": (

@@ -1,5 +1,7 @@
-"""Steering, from prompts to a judged setting: heads are chosen on one part of the prompts,
-strengths are tuned on a second, and the third says what they are worth.
+"""Steering, from prompts to a judged setting.
+
+Heads are chosen on one part of the prompts, strengths are tuned on a second, and the third says
+what they are worth.
 
     found = steer("smollm2-135m", prompts, "sentiment", out="results/steer")
     found.selection.augmentation()      # the bias in the chosen heads, at the tuned strength
@@ -24,22 +26,22 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import pandas as pd
+from pydantic import Field
 
 from lapa2_interp._util.errors import CircuitError, RunError, parameter, pluralize
 from lapa2_interp._util.files import write_text
 from lapa2_interp._util.table_formats import as_csv, format_interval
-from lapa2_interp._util.values import numbers_checked
+from lapa2_interp._util.values import Count, numbers_checked
 from lapa2_interp.bias.augmentation import Augmentation
 from lapa2_interp.circuits.contrast_set import ContrastSet
 from lapa2_interp.circuits.gradients import has_gradients
 from lapa2_interp.circuits.selection import Selection, select
 from lapa2_interp.circuits.units import all_heads
 from lapa2_interp.generation.cell import Cell
-from lapa2_interp.generation.settings import Count
 from lapa2_interp.methods.registry import load_task
 from lapa2_interp.models.load import load_model
 from lapa2_interp.models.machine import DtypeOrAuto, ModelClass
@@ -47,7 +49,7 @@ from lapa2_interp.models.sizes import model_size
 from lapa2_interp.paper.equal_perplexity import (
     BASELINE,
     SteeringCurves,
-    interpolate_at_cost,
+    interpolate_at_perplexity,
     resampled_interval,
 )
 from lapa2_interp.report.steer_page import write_steer_page
@@ -101,8 +103,8 @@ def steer(
     out: str | Path,
     method: str = "dexperts",
     parameters: Mapping[str, Any] | None = None,
-    budget: float = 1.2,
-    heads: int | None = None,
+    budget: Annotated[float, Field(gt=1)] = 1.2,
+    heads: Count | None = None,
     classifiers: Sequence[str] = (),
     perplexity: str | None = None,
     length: Count = 64,
@@ -111,7 +113,7 @@ def steer(
     dtype: DtypeOrAuto = "auto",
     model_class: ModelClass = "TransformerBridge",
     device: str | None = None,
-    workers: int | None = None,
+    workers: Count | None = None,
     threads: Count = 1,
     yes: bool = False,
     notify: Callable[[str], None] = print,
@@ -257,11 +259,11 @@ def _announce(
     tuned = settings.cells(parts["tune"], CHOSEN, bias)
     judged = settings.cells(parts["judge"], CHOSEN, bias)
     arms = {"tune": 1 + len(TUNED) * len(STRENGTHS), "judge": len(settings.arms)}
-    work = estimate([*tuned * arms["tune"], *judged * arms["judge"]])
-    check_affordable(work.texts, work.row_tokens, work.memory, yes)
+    need = estimate([*tuned * arms["tune"], *judged * arms["judge"]])
+    check_affordable(need.texts, need.row_tokens, need.memory, yes)
     notify(
         f"{len(parts['choose'])} prompts choose {settings.heads} heads, {len(parts['tune'])} tune,"
-        f" {len(parts['judge'])} judge: {work.texts} texts, {work.row_tokens} row-tokens, with"
+        f" {len(parts['judge'])} judge: {need.texts} texts, {need.row_tokens} row-tokens, with"
         f" {pluralize(workers, 'worker')}"
     )
 
@@ -367,11 +369,11 @@ def _tune(
     tried = np.array([0.0, *STRENGTHS])
     frames = []
     for arm in TUNED:
-        costs = curves.curve(arm)[..., 0]  # resample arm: ln perplexity
-        target = costs[:1, 0] + np.log(settings.budget)
-        alpha = float(interpolate_at_cost(costs[:1], tried[None, :, None], target)[0, 0])
-        at_alpha = np.stack([np.interp([*STRENGTHS, alpha], tried, curve) for curve in costs])
-        ratio, low, high = resampled_interval(np.exp(at_alpha - costs[:, :1]), curves.prompts)
+        log_ppl = curves.curve(arm)[..., 0]  # resample arm
+        target = log_ppl[:1, 0] + np.log(settings.budget)
+        alpha = float(interpolate_at_perplexity(log_ppl[:1], tried[None, :, None], target)[0, 0])
+        at_alpha = np.stack([np.interp([*STRENGTHS, alpha], tried, curve) for curve in log_ppl])
+        ratio, low, high = resampled_interval(np.exp(at_alpha - log_ppl[:, :1]), curves.prompts)
         columns = {"alpha": [*STRENGTHS, alpha], "ratio": ratio, "low": low, "high": high}
         frame = pd.DataFrame({"place": arm, **columns})
         frames.append(frame.assign(tuned=frame.index == len(STRENGTHS)))
@@ -481,13 +483,17 @@ def _gain(
         )
     points, p = 100 * test["difference"], test["p_holm"]
     perplexity = table[(table["metric"] == "perplexity") & (table["attribute"] == "all")]
-    cost = perplexity.set_index("arm")["mean"]
-    ratio = cost[CHOSEN] / cost[NO_BIAS]
-    at_cost = "" if np.isnan(ratio) else f", at {ratio:.2f} times its perplexity"
+    of_arm = perplexity.set_index("arm")["mean"]
+    ratio = of_arm[CHOSEN] / of_arm[NO_BIAS]
+    at_perplexity = (
+        ""
+        if np.isnan(ratio)
+        else f", at {ratio:.2f} times its perplexity (budget {settings.budget:g})"
+    )
     return (
         f"On {test['prompts']:.0f} other prompts, {settings.method} with the bias in these heads at"
         f" alpha {alphas[CHOSEN]:.2f} has"
         f" {format_interval(points, 100 * test['low'], 100 * test['high'], '+.1f', ' points')} of"
-        f" accuracy ({settings.classifiers[0]}, words of prefixes hidden) against the method"
-        f" without bias{at_cost} (corrected p {p:.2g}): {GAINS[outcome]}."
+        f" accuracy ({settings.classifiers[0]}, words of prefixes hidden; corrected p {p:.2g})"
+        f" against the method without bias{at_perplexity}: {GAINS[outcome]}."
     )

@@ -248,10 +248,11 @@ def format_test(test: Mapping[Any, Any]) -> str:
         return subject + verdict(test)
     names = ("difference", "low", "high", "detectable")
     mean, low, high, least = (100 * float(test[name]) for name in names)
+    prompts = pluralize(int(test["prompts"]), "prompt")
     shown = (
         "all prompts have the same difference"
         if np.isnan(least)
-        else f"so many prompts can show {format_number(least, '.1f')} points"
+        else f"{prompts} can show {format_number(least, '.1f')} points"
     )
     return (
         f"{subject}{format_interval(mean, low, high, '+.1f', ' points')}, corrected p"
@@ -281,7 +282,7 @@ def shipped_classifiers(task: Task) -> tuple[str, ...]:
     """linear, then adapter, for a task that has them.
 
     Raises:
-        TaskError: It has none.
+        TaskError: The task has none.
     """
     if not (SHIPPED_WEIGHTS / f"{task.name}{LINEAR_ENDING}").is_file():
         raise TaskError(
@@ -296,13 +297,9 @@ def check_settings(settings: SteerSettings) -> None:
 
     Raises:
         TaskError: The task has one attribute.
-        RunError: Too few prompts, a budget not above 1, or no or all heads.
+        RunError: Too few prompts, or all heads.
     """
     settings.task.others(next(iter(settings.task.attributes)))  # there is a second attribute
-    if not settings.budget > 1:
-        raise RunError(
-            f"{parameter('budget')} must be above 1, such as 1.2; found {settings.budget:g}"
-        )
     if (n := len(settings.prompts)) < 4 * FEW:
         raise RunError(
             f"{pluralize(n, 'prompt')} are too few to choose, to tune and to judge with; give at"
@@ -310,10 +307,9 @@ def check_settings(settings: SteerSettings) -> None:
         )
     size = model_size(settings.model)
     every = size.n_layers * size.n_heads
-    if not 1 <= settings.heads < every:
+    if settings.heads >= every:
         raise RunError(
-            f"{parameter('heads')} must be at least 1 and less than the {every} heads of"
-            f" {settings.model}; found"
+            f"{parameter('heads')} must be fewer than the {every} heads of {settings.model}; found"
             f" {settings.heads}"
         )
 

@@ -197,7 +197,7 @@ def select_text(
         count = "several prompts begin" if fitting else "no prompt begins"
         raise TraceError(f"{count} with {prompt!r}: {listed}")
     fewest = min(cell.samples for cell in arms.values())
-    if not 0 <= sample < fewest:
+    if sample >= fewest:
         raise TraceError(f"sample must be from 0 to {fewest - 1}, found {sample}")
     return SelectedText(arms, fitting[0], sample)
 
@@ -221,8 +221,6 @@ def recompute_attention(
             text is empty, or the attention differs from the run's trace.
         ModelError, PrefixError, RunError: Model or files are not those of the run.
     """
-    if steps < 1:
-        raise TraceError(f"steps must be at least 1, found {steps}")
     first = next(iter(selected.cells.values()))
     if isinstance(first.decoding_method, FreeCtrl):
         raise TraceError(

@@ -1,5 +1,6 @@
-"""The viewer: the attention of every head at every step of one text of a run, as one HTML file that
-loads nothing.
+"""The viewer: the attention of every head at every step of one text of a run.
+
+The viewer is one HTML file that loads nothing.
 
     from lapa2_interp import load_run
     from lapa2_interp.report import view
@@ -27,7 +28,7 @@ from markupsafe import escape
 
 from lapa2_interp._util.errors import TraceError
 from lapa2_interp._util.page import embedded, template, write_page
-from lapa2_interp._util.values import numbers_checked
+from lapa2_interp._util.values import Count, Natural, numbers_checked
 from lapa2_interp.bias.augmentation import active_augmentations
 from lapa2_interp.bias.tokens import token_texts
 from lapa2_interp.methods.registry import find_class
@@ -86,7 +87,7 @@ class View:
 
     @property
     def token(self) -> int:
-        """The chosen token of the text, from 0; it is also the step that predicts it."""
+        """The chosen token of the text, from 0; that number is also the step that predicts it."""
         return self._chosen.token
 
     @token.setter
@@ -177,10 +178,10 @@ def view(
     only: Mapping[str, Any] | None = None,
     attribute: str | None = None,
     prompt: str | None = None,
-    sample: int = 0,
+    sample: Natural = 0,
     arm: str | None = None,
     branch: str | None = None,
-    steps: int = 64,
+    steps: Count = 64,
     same_text: bool = False,
     circuits: str | Path | None = None,
     bits: Literal[8, 16] | None = None,
@@ -191,7 +192,7 @@ def view(
 ) -> View:
     """Look into one text of a run: where every head attends at every step.
 
-    The command writes a page, one file that loads nothing. It shows the baseline beside an
+    The command writes a page, one file that loads nothing. The page shows the baseline beside an
     augmentation and their difference: the text, the attention of every step on every key, and a
     grid of layers and heads. The text is read again with the run's model, because a run keeps sums
     of attention only, and is compared with these sums. For example

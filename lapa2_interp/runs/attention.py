@@ -38,7 +38,7 @@ def one_kind(table: pd.DataFrame) -> pd.DataFrame:
     """A table of cells that can be drawn together.
 
     Raises:
-        TraceError: They are of several models, tasks, methods, ...
+        TraceError: The cells are of several models, tasks, methods, ...
     """
     mixed = [name for name in _alike(table) if table[name].nunique() > 1]
     if mixed:

@@ -1,5 +1,7 @@
-"""Refuse what cannot run before a sweep begins: a worker would find it only when it opens the
-cell."""
+"""Checks that refuse what cannot run before a sweep begins.
+
+A worker would find the mistake only when opening the cell.
+"""
 
 from __future__ import annotations
 

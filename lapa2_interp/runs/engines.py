@@ -59,12 +59,12 @@ class Engine(ABC):
 
     @abstractmethod
     def submit(
-        self, cell: Cell, number: int, packing: Prepacking | None, progress: tqdm
+        self, cell: Cell, number: int, prepacking: Prepacking | None, progress: tqdm
     ) -> Future[Outcome]:
         """Make a batch; at most `slots()` are under way at once.
 
         Args:
-            packing: As in `Worker.make_batch`.
+            prepacking: As in `Worker.make_batch`.
             progress: A bar to advance by tokens, if the engine can.
 
         Raises:
@@ -107,10 +107,10 @@ class InProcess(Engine):
         return 1
 
     def submit(
-        self, cell: Cell, number: int, packing: Prepacking | None, progress: tqdm
+        self, cell: Cell, number: int, prepacking: Prepacking | None, progress: tqdm
     ) -> Future[Outcome]:
         future: Future[Outcome] = Future()
-        future.set_result(self._worker.try_batch(cell, number, packing, progress))
+        future.set_result(self._worker.try_batch(cell, number, prepacking, progress))
         return future
 
 
@@ -168,13 +168,13 @@ class LocalPool(Engine):
         return len(self._slots)
 
     def submit(
-        self, cell: Cell, number: int, packing: Prepacking | None, progress: tqdm
+        self, cell: Cell, number: int, prepacking: Prepacking | None, progress: tqdm
     ) -> Future[Outcome]:
         slot = free_slot(self._slots, cell)
         if slot.worker is None or slot.is_lost or slot.worker.is_over:
             _end(slot)
             slot.worker = self._new(self._slots.index(slot))
-        slot.future, slot.cell = slot.worker.submit(cell, number, packing), cell.key
+        slot.future, slot.cell = slot.worker.submit(cell, number, prepacking), cell.key
         assert slot.future is not None
         return slot.future
 
@@ -225,7 +225,7 @@ class WorkerProcess:
         """True if the process has ended."""
         return not self.process.is_alive()
 
-    def submit(self, cell: Cell, number: int, packing: Prepacking | None) -> Future[Outcome]:
+    def submit(self, cell: Cell, number: int, prepacking: Prepacking | None) -> Future[Outcome]:
         """Make a batch once the worker has begun; the future raises `WorkerLost` if it ends."""
         outcome: Future[Outcome] = Future()
 
@@ -237,7 +237,7 @@ class WorkerProcess:
                 outcome.set_exception(self._lost(error, False))
                 return
             try:
-                made = self._pool.submit(_make_batch, cell, number, packing)
+                made = self._pool.submit(_make_batch, cell, number, prepacking)
             except RuntimeError as error:  # it has ended since, or is being ended
                 outcome.set_exception(self._lost(error, True))
             else:
@@ -336,9 +336,9 @@ def _end_with_sweep() -> None:
     os._exit(1)
 
 
-def _make_batch(cell: Cell, number: int, packing: Prepacking | None) -> Outcome:
+def _make_batch(cell: Cell, number: int, prepacking: Prepacking | None) -> Outcome:
     assert _worker is not None
-    return _worker.try_batch(cell, number, packing)
+    return _worker.try_batch(cell, number, prepacking)
 
 
 @contextmanager
@@ -385,9 +385,6 @@ def local_engine(
 
     Args:
         workers: By default one for each GPU, or for each CPU core where the device is the CPU.
-
-    Raises:
-        RunError: Less than one worker.
     """
     import torch
 
@@ -396,8 +393,6 @@ def local_engine(
         one = device == AUTO_DTYPE or named.index is not None  # a model over all GPUs, or on one
         on_gpus = 1 if one else torch.cuda.device_count()
         workers = on_gpus if named.type == "cuda" else max(1, n_cores() // threads)
-    if workers < 1:
-        raise RunError(f"{parameter('workers')} must be at least 1, found {workers}")
     if workers == 1:
         return InProcess(device, threads, pack=pack)
     return LocalPool(workers, device, threads, pack)

@@ -27,8 +27,8 @@ CELL_BYTES, TOKEN_BYTES, ID_BYTES = 40_000, 5, 2
 """Bytes of a cell's files before the first text, of a token (id and letters, compressed), and of an
 id alone."""
 LIBRARIES, PACKED, LOGITS = 700_000_000, 1.5, 6
-"""Memory: bytes of the libraries; of packing, in weights (the packed copy, and what is freed late);
-and copies of a batch's logits, in float32, that are alive while tokens are drawn."""
+"""Memory: bytes of the libraries; of prepacking, in weights (the prepacked copy, and what is freed
+late); and copies of a batch's logits, in float32, that are alive while tokens are drawn."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ def estimate(cells: Sequence[Cell], device: str | None = None) -> Estimate:
         disk += stored_bytes(cell, size.n_layers, size.n_heads)
     return Estimate(
         texts=sum(cell.n_texts for cell in cells),
-        row_tokens=sum(map(cost, cells)),
+        row_tokens=sum(map(row_tokens_of, cells)),
         disk=disk,
         memory=max((memory(cell, device) for cell in cells), default=0),
     )
@@ -84,7 +84,7 @@ def check_affordable(texts: int, row_tokens: int, memory: int, yes: bool = False
         )
 
 
-def cost(cell: Cell) -> int:
+def row_tokens_of(cell: Cell) -> int:
     """A cell's row-tokens, padding included: every prompt once, and every new token but the last,
     which nothing reads; of a chat also later messages, and earlier turns that are read again."""
     before, new = _lengths(cell)
@@ -110,7 +110,7 @@ def stored_bytes(cell: Cell, n_layers: int, n_heads: int) -> int:
 
 def memory(cell: Cell, device: str = "cpu") -> int:
     """Bytes that a worker needs for a cell: weights, the largest batch's keys, values and logits,
-    and on a CPU the libraries, and packed weights where they fit."""
+    and on a CPU the libraries, and prepacked weights where they fit."""
     weights, (rows, row) = weight_bytes(cell.model, cell.dtype), _batch(cell)
     batch = rows * (row + LOGITS * model_size(cell.model).vocab * 4)
     fits = 2 * weights <= MEMORY_SHARE * machine.usable_memory()

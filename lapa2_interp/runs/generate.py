@@ -5,9 +5,14 @@ run.samples()           # one row per text
 run.trace()             # the recorded attention
 run.save("results/lake")
 
-The way of a call: `generate` -> `resolve.cells_of` (settings to cells) -> `make_cells` ->
-`plan.plan_batches` (layouts, batches) -> `worker.make_batch` -> `attention.hooked.augmented`,
-whose hooks on the scores call `batch_bias.BatchBias.add`.
+The way of a call to a token:
+
+1. `generate` -> `resolve.cells_of` (settings to cells) -> `make_cells`;
+2. `plan.plan_batches` (layouts by `arrange.arrange`, batches);
+3. `worker.make_batch` -> `loop.decode_batch`: for each step `cache.Rows.read_tokens` (a forward
+   pass), `Method.combine` and `sampling.draw`;
+4. inside these passes `attention.hooked.augmented`, whose hooks on the scores call
+   `batch_bias.BatchBias.add`: `Layout.bias` is the number that is added.
 """
 
 from __future__ import annotations
@@ -18,6 +23,7 @@ from typing import Any
 
 from lapa2_interp._util.errors import Lapa2Error, ModelError, parameter
 from lapa2_interp._util.progress import progress_bar
+from lapa2_interp._util.values import Count
 from lapa2_interp.attention.recorder import trace_bytes
 from lapa2_interp.attention.trace import TraceKind
 from lapa2_interp.generation.cell import Cell
@@ -27,7 +33,6 @@ from lapa2_interp.generation.settings import (
     AugmentationSetting,
     BannedWordsPolicy,
     CellSettings,
-    Count,
     EosPolicy,
     Head,
     PromptFile,
@@ -40,7 +45,7 @@ from lapa2_interp.models.card import Model, model_card
 from lapa2_interp.models.fingerprint import weights_read_once
 from lapa2_interp.models.load import accepts_model_name, load_model, resolve_model
 from lapa2_interp.models.machine import DtypeOrAuto, ModelClass, is_out_of_memory
-from lapa2_interp.runs.estimates import check_affordable, cost, stored_bytes
+from lapa2_interp.runs.estimates import check_affordable, row_tokens_of, stored_bytes
 from lapa2_interp.runs.method_context import ModelContext
 from lapa2_interp.runs.run import Run
 from lapa2_interp.runs.store import FinishedBatch, Listing
@@ -142,7 +147,7 @@ def generate(
 
     Raises:
         Lapa2Error: An unknown name, a value out of range, or values that do not fit together.
-        RunError: It reads over 10^11 tokens, or needs more memory than there is.
+        RunError: The work reads over 10^11 tokens, or needs more memory than there is.
     """
     arguments = locals()  # the parameters have the names of the settings' fields
     fields = python_values({name: arguments[name] for name in CellSettings.model_fields})
@@ -159,7 +164,7 @@ def generate(
         model = load_model(model, first.dtype, device, first.model_class, trust_remote_code, pack)
     # Least time and memory, before the plans, which have an entry for every text: texts and traces
     # are kept in memory.
-    row_tokens = sum(map(cost, cells))
+    row_tokens = sum(map(row_tokens_of, cells))
     size = sum(stored_bytes(cell, model.cfg.n_layers, model.cfg.n_heads) for cell in cells)
     check_affordable(sum(cell.n_texts for cell in cells), row_tokens, size, yes)
     return make_cells(model, cells, announce=announce)
@@ -186,7 +191,7 @@ def make_cells(
         announce: Called with the model and the plans before the first token.
 
     Raises:
-        Lapa2Error: As `plan`.
+        Lapa2Error: As `plan_batches`.
         ModelError: A block such as `augmented` is open on the model.
     """
     context = context or ModelContext(model)
@@ -196,14 +201,14 @@ def make_cells(
     batches: dict[str, list[FinishedBatch]] = {}
     total = sum(plan.new_tokens for plan in plans.values())
     with progress_bar(total, f"{cells[0].method} {cells[0].task.name}") as bar:
-        for key, todo in plans.items():
+        for key, plan in plans.items():
             try:
-                numbers = range(len(todo.batches))
-                batches[key] = [make_batch(model, todo, number, bar) for number in numbers]
+                numbers = range(len(plan.batches))
+                batches[key] = [make_batch(model, plan, number, bar) for number in numbers]
             except (MemoryError, RuntimeError) as error:
                 if not is_out_of_memory(error):
                     raise
-                rows = max(map(len, todo.batches)) * len(todo.branches)
+                rows = max(map(len, plan.batches)) * len(plan.branches)
                 raise ModelError(
                     f"the memory of {model_card(model).device} does not hold {rows} rows at once;"
                     f" give fewer texts a batch: {parameter('max_rows', 'N')}, below this number"
@@ -225,7 +230,9 @@ def announcement(model: Model, plans: Sequence[BatchPlan]) -> str:
     size = 0
     for plan in plans:
         keys = max(
-            len(row[i]) + plan.steps[i] for row in plan.layouts for i in range(len(plan.steps))
+            len(layout) + new
+            for by_prompt in plan.layouts
+            for layout, new in zip(by_prompt, plan.steps, strict=True)
         )
         layers, heads = model.cfg.n_layers, model.cfg.n_heads
         size += trace_bytes(trace, plan.rows, max(plan.steps), layers, heads, patterns, keys)

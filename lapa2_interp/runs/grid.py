@@ -1,5 +1,6 @@
-"""Grids: what an experiment runs, as a small TOML file or a built-in, resolved into cells before
-    anything runs.
+"""Grids: what an experiment runs, as a small TOML file or a built-in.
+
+A grid is resolved into cells before anything runs.
 
 A grid is one or more blocks; every key of a block is a value or a list of values, and a list is an
 axis of the product, also one inside a table (`generation.axes.axes_of_table`). `EXAMPLE` shows
@@ -17,7 +18,7 @@ from typing import Any
 from lapa2_interp._util.errors import GridError, Lapa2Error, parameter, unknown_choice
 from lapa2_interp._util.parsing import parse_toml, read_text
 from lapa2_interp._util.values import read_value
-from lapa2_interp.generation.axes import size_of_product
+from lapa2_interp.generation.axes import as_axis, size_of_product
 from lapa2_interp.generation.cell import Cell, same_label
 from lapa2_interp.generation.resolve import cells_of
 from lapa2_interp.generation.settings import (
@@ -132,7 +133,7 @@ def load_grid(
     cells: dict[str, Cell] = {}
     fields_of_blocks = [raw | block | dict(changes or {}) for block in blocks]
     dtypes = [
-        dtype for fields in fields_of_blocks for dtype in _as_list(fields.get("dtype", AUTO_DTYPE))
+        dtype for fields in fields_of_blocks for dtype in as_axis(fields.get("dtype", AUTO_DTYPE))
     ]
     named = frozenset(str(dtype) for dtype in dtypes if dtype != AUTO_DTYPE)
 
@@ -171,16 +172,12 @@ def load_grid(
 
 def _with_dtype(fields: Mapping[str, Any], auto: Callable[[str], str]) -> Iterator[dict[str, Any]]:
     """A block for each of its models, with dtype "auto" replaced."""
-    for model in _as_list(fields.get("model", CellSettings.model_fields["model"].default)):
+    for model in as_axis(fields.get("model", CellSettings.model_fields["model"].default)):
         dtypes = [
             auto(str(model)) if dtype == AUTO_DTYPE else dtype
-            for dtype in _as_list(fields.get("dtype", AUTO_DTYPE))
+            for dtype in as_axis(fields.get("dtype", AUTO_DTYPE))
         ]
         yield {**fields, "model": model, "dtype": list(dict.fromkeys(dtypes))}
-
-
-def _as_list(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else [value]
 
 
 def parse_changes(texts: Sequence[str]) -> dict[str, Any]:

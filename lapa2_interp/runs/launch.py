@@ -22,9 +22,8 @@ from lapa2_interp._util.errors import (
     unknown_choice,
 )
 from lapa2_interp._util.terminal import stop_on_sigterm
-from lapa2_interp._util.values import numbers_checked
+from lapa2_interp._util.values import Count, numbers_checked
 from lapa2_interp.generation.cell import Cell
-from lapa2_interp.generation.settings import Count
 from lapa2_interp.models.machine import Dtype, faster_dtype, print_if_slow
 from lapa2_interp.runs.checks import check_device, check_grids
 from lapa2_interp.runs.engines import InProcess, local_engine
@@ -46,7 +45,7 @@ def launch(
     *,
     only: Mapping[str, Any] | None = None,
     engine: Literal["local", "ray"] = "local",
-    workers: int | None = None,
+    workers: Count | None = None,
     device: str | None = None,
     dtype: Dtype | None = None,
     threads: Count = 1,
@@ -88,8 +87,10 @@ def launch(
             default one on this machine.
         gpus_per_worker: GPUs a Ray worker is given where the cluster has any (default: 1); a model
             may span several.
-        pack: Compute with packed weights, which is faster on a CPU and takes as much memory again:
-            auto where it fits, on, or off. It may change the last bits of a logit, and so a text.
+        pack: Compute with prepacked weights, which is faster on a CPU and takes as much memory
+            again: auto where it fits, on, or off. Prepacking may change the last bits of a logit,
+                and so a
+            text.
         allow_code: Import the modules of methods that a grid names as MODULE:CLASS. Other files of
             the grid are data, and never run.
         dry_run: Only say what is left to make, and what it takes.

@@ -1,9 +1,10 @@
-"""Questions that `Method.prepare` may ask of a model: tokens, embeddings, drafts, scores, and the
-neurons that promote a token.
+"""Questions that `Method.prepare` may ask of a model.
+
+The questions are about tokens, embeddings, drafts, scores, and the neurons that promote a token.
 
 Drafts and neurons take a model minutes, so they are kept in the user's cache (`LAPA2_CACHE`, or the
 platform's), under a name that says what they depend on: a sample of the weights, the vocabulary,
-precision, the kind of processor, and what was asked; for drafts, also packing and threads.
+precision, the kind of processor, and what was asked; for drafts, also prepacking and threads.
 """
 
 from __future__ import annotations

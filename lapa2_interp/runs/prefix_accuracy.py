@@ -1,20 +1,19 @@
-"""Do texts written behind a soft prefix carry its attribute? A scorer tells, and the card states
-it."""
+"""The share of texts behind a soft prefix that carry its attribute.
+
+A scorer tells, and the card of the prefix states it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
 
 import pandas as pd
-from pydantic import Field
 
 from lapa2_interp._util.errors import PrefixError
-from lapa2_interp._util.values import numbers_checked
+from lapa2_interp._util.values import Count, Positive, numbers_checked
 from lapa2_interp.generation.resolve import cell_of
-from lapa2_interp.generation.settings import Count
 from lapa2_interp.methods.registry import get_for_task, load_task
 from lapa2_interp.models.load import load_model
 from lapa2_interp.models.machine import DtypeOrAuto, print_if_slow
@@ -33,7 +32,7 @@ def prefix_accuracy(
     task: str | None = None,
     samples: Count = 4,
     length: Count = 64,
-    alpha: Annotated[float, Field(gt=0)] = 0.5,
+    alpha: Positive = 0.5,
     classifier: str = "both",
     dtype: DtypeOrAuto = "auto",
     device: str | None = None,

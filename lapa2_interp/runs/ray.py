@@ -28,6 +28,7 @@ from typing import Any
 from tqdm import tqdm
 
 from lapa2_interp._util.errors import RunError, parameter, unknown_choice
+from lapa2_interp._util.values import Count, numbers_checked
 from lapa2_interp.generation.cell import Cell
 from lapa2_interp.models.machine import ISA_VARIABLES, n_cores, slow_dtype_note
 from lapa2_interp.models.prepacked import Prepacking
@@ -74,9 +75,9 @@ class RemoteWorker(Worker):
         note = slow_dtype_note("bfloat16", self.device)
         return socket.gethostname(), library_versions(), note
 
-    def remote_batch(self, cell: Cell, number: int, packing: Prepacking | None) -> Outcome:
+    def remote_batch(self, cell: Cell, number: int, prepacking: Prepacking | None) -> Outcome:
         """`try_batch`, with the commit of the sweep's source."""
-        made = self.try_batch(cell, number, packing)
+        made = self.try_batch(cell, number, prepacking)
         if isinstance(made, FinishedBatch):
             record = made.record.model_copy(update={"commit": self.commit})
             return replace(made, record=record)
@@ -101,17 +102,16 @@ class RayPool(Engine):
         RunError: Ray is not installed, the cluster is not reached, or has no room for a worker.
     """
 
+    @numbers_checked
     def __init__(
         self,
-        workers: int | None = None,
+        workers: Count | None = None,
         device: str | None = None,
         threads: int = 1,
         address: str | None = None,
         gpus_per_worker: float | None = None,
         pack: str = "auto",
     ) -> None:
-        if workers is not None and workers < 1:
-            raise RunError(f"{parameter('workers')} must be at least 1, found {workers}")
         if device not in (None, "cpu", "cuda", "auto"):
             raise RunError(
                 f"{unknown_choice('device', device, ('cpu', 'cuda', 'auto'))}; a Ray worker sees"
@@ -141,9 +141,9 @@ class RayPool(Engine):
                 needs = {"num_cpus": 0, "num_gpus": int(gpus) if gpus >= 1 else gpus}
             else:
                 device, needs = "cpu", {"num_cpus": threads}
-            kind = self._ray.remote(RemoteWorker).options(**needs)
+            actor_class = self._ray.remote(RemoteWorker).options(**needs)
             settings = device, threads, pack, str(Path.cwd()), source_commit()
-            self._new = lambda: kind.remote(*settings)
+            self._new = lambda: actor_class.remote(*settings)
         except BaseException:
             self._ray.shutdown()
             raise
@@ -243,13 +243,13 @@ class RayPool(Engine):
             self._slots.append(Slot(actor, note=f"on {machine} {slow}" if slow else ""))
 
     def submit(
-        self, cell: Cell, number: int, packing: Prepacking | None, progress: tqdm
+        self, cell: Cell, number: int, prepacking: Prepacking | None, progress: tqdm
     ) -> Future[Outcome]:
         slot = free_slot(self._slots, cell)
         if slot.note and cell.dtype == "bfloat16" and slot.note not in self._noted:
             self._noted.add(slot.note)
             tqdm.write(f"note: {slot.note}", file=sys.stderr)
-        future: Future[Outcome] = slot.worker.remote_batch.remote(cell, number, packing).future()
+        future: Future[Outcome] = slot.worker.remote_batch.remote(cell, number, prepacking).future()
         slot.future, slot.cell = future, cell.key
         return future
 

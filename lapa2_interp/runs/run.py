@@ -106,7 +106,7 @@ class Run:
         """Its folder.
 
         Raises:
-            RunError: It is in memory only.
+            RunError: The run is in memory only.
         """
         if self.folder is None:
             raise RunError("the run is in memory only; run.save(FOLDER) gives it a folder")
@@ -234,7 +234,7 @@ class Run:
         return f"{self.by_key[key].model}, trace {self.by_key[key].trace}"
 
     def attention(self, branch: str | None = None, **wanted: Any) -> Attention:
-        """The attention that finished cells recorded, with tables and figures; it is read once.
+        """The attention that finished cells recorded, read once, with tables and figures.
 
         Args:
             branch: Branch of the method; by default the first of each method with a prefix.
@@ -463,7 +463,8 @@ def finished_cell(run: Run, key: str | None = None) -> FinishedCell:
         key: By default that of the only cell.
 
     Raises:
-        RunError: It is not finished, or damaged; or no key is given and there are several cells.
+        RunError: The cell is not finished, or damaged; or no key is given and there are several
+            cells.
     """
     key = run._only(key)
     manifest = run.manifest(key)
@@ -534,8 +535,8 @@ def is_finished_run(folder: Path) -> bool:
     (`_util.files.result_folder`).
 
     Raises:
-        RunError: It is a run that a sweep has not finished, or is filling; or it holds something
-            else.
+        RunError: The folder is a run that a sweep has not finished, or is filling; or it holds
+            something else.
     """
     if not is_run(folder):
         return False

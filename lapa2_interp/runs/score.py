@@ -7,9 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import pandas as pd
+from pydantic import Field
 
 from lapa2_interp._util.commands import command
 from lapa2_interp._util.errors import ScoringError, parameter, pluralize
@@ -23,8 +24,7 @@ from lapa2_interp._util.table_formats import (
     format_number,
     interval_text,
 )
-from lapa2_interp._util.values import numbers_checked
-from lapa2_interp.generation.settings import Count
+from lapa2_interp._util.values import Count, Natural, NotNegative, numbers_checked
 from lapa2_interp.models.load import shared_tokenizer
 from lapa2_interp.models.machine import Dtype, print_if_slow
 from lapa2_interp.runs.run import load_run, shown_only
@@ -36,7 +36,7 @@ from lapa2_interp.runs.texts import (
     only_rows,
     read_texts,
 )
-from lapa2_interp.scoring import human
+from lapa2_interp.scoring.human import make_sheets
 from lapa2_interp.scoring.registry import ScorerOptions, make_scorer, trained_ending
 from lapa2_interp.scoring.scorer import CLASSIFIERS, ScoreCache, expand_scorers, parse_scorer
 from lapa2_interp.scoring.tables import (
@@ -117,13 +117,13 @@ def score(
     column: str = "text",
     attribute: str | None = None,
     task: str | None = None,
-    lengths: Sequence[int] = (),
+    lengths: Sequence[Count] = (),
     parts: Count = 1,
     labels: Mapping[str, str] | None = None,
     judge_url: str | None = None,
-    judge_prices: tuple[float, float] | None = None,
-    judge_temperature: float | Literal["server"] = 0.0,
-    max_cost: float | None = None,
+    judge_prices: tuple[NotNegative, NotNegative] | None = None,
+    judge_temperature: Annotated[float, Field(ge=0, le=2)] | Literal["server"] = 0.0,
+    max_cost: NotNegative | None = None,
     only: Mapping[str, Any] | None = None,
     cache: str | Path | None = None,
     dtype: Dtype = "float32",
@@ -227,7 +227,7 @@ def score(
             task=_task(task, manifest.cell.task if manifest else None),
             labels=labels or {},
             judge_url=judge_url,
-            judge_prices=judge_prices or (None, None),
+            judge_prices=judge_prices,
             judge_temperature=None if judge_temperature == "server" else judge_temperature,
             dtype=dtype,
             device=device,
@@ -343,7 +343,7 @@ def _score(
     sets: Sequence[tuple[pd.DataFrame, ScorerOptions]],
     scorers: Sequence[str],
     cache: str | Path | None,
-    max_cost: float | None,
+    max_cost: NotNegative | None,
     notify: Callable[[str], None],
 ) -> Scored:
     scores, cells = [], []
@@ -419,43 +419,35 @@ def _gaps(source: Path) -> str:
     )
 
 
-def read_answers(
-    key: Path, files: Sequence[Path], out: Path | None = None
-) -> dict[str, pd.DataFrame]:
-    """Ratings by people of the texts of `lapa2 scorers sheets`: tables answers, table and
-    agreement.
+def rating_sheets(
+    source: str | Path,
+    *,
+    out: str | Path,
+    n_texts: Count = 100,
+    seed: Natural = 1,
+    column: str = "text",
+    only: Mapping[str, Any] | None = None,
+) -> pd.DataFrame:
+    """Make blinded sheets with the paper's rubric for human raters, as CSV.
 
     Args:
-        key: The key.csv of the sheets.
-        files: The raters' CSV files.
-        out: Also write the tables into this new folder.
+        source: A run folder, or a file with columns text, prompt, attribute (and arm).
+        out: A new folder of sheet.csv and rubric.txt, for the raters, and key.csv, which stays with
+            you.
+        n_texts: Texts, over all arms together (the paper: 100 per task); every arm has as many.
+        seed: Seed of the draw and the order.
+        column: The file's column of texts.
+        only: Only texts with these values, as COLUMN=VALUE: task=sentiment method=prefix
+            attribute=positive.
+
+    Returns:
+        The key, as from `scoring.human.make_sheets`.
 
     Raises:
-        ScoringError: A file is malformed, or belongs to other sheets.
-        RunError: `out` cannot be written.
+        ScoringError: As `score`, or `make_sheets`.
+        RunError: `out` exists, or cannot be written.
     """
-    if not files:
-        raise ScoringError(
-            "give the raters' files after the key:"
-            f" `{command('scorers', 'answers', key, 'anna.csv', 'ben.csv')}`"
-        )
-    answers = human.read_answers(key, files)
-    tables = {
-        "answers": answers,
-        "table": human.human_table(answers),
-        "agreement": human.annotator_agreement(answers),
-    }
-    if out is not None:
-        with result_folder(out, finished=holds_only("answers.csv", "*.csv")) as folder:
-            for name, table in tables.items():
-                write_text(folder / f"{name}.csv", as_csv(table))
-    return tables
-
-
-def sheet_texts(
-    source: Path, column: str = "text", only: Mapping[str, Any] | None = None
-) -> pd.DataFrame:
-    """The texts of a run or a file as `scoring.human.make_sheets` takes them."""
+    source = Path(source)
     sets = [samples for samples, _ in read_texts(source, column, only)]
     if not sets:
         raise ScoringError(f"no text of {source} has {shown_only(only)}")
@@ -468,4 +460,5 @@ def sheet_texts(
         if "model" in samples and samples["model"].nunique() > 1:
             arm += " @ " + as_words(samples["model"])
         samples = samples.assign(arm=arm)
-    return samples.drop(columns=[*ID_COLUMNS], errors="ignore")
+    samples = samples.drop(columns=[*ID_COLUMNS], errors="ignore")
+    return make_sheets(samples, Path(out), n_texts, seed)

@@ -107,8 +107,8 @@ def read_record(folder: Path, number: int, cell: Cell) -> BatchRecord:
     """Facts of a finished batch of a cell.
 
     Raises:
-        DamagedError: They are missing, cannot be read, are of another cell, or count what the cell
-            cannot have.
+        DamagedError: The files are missing, cannot be read, are of another cell, or count what the
+            cell cannot have.
     """
     file = folder / f"{number:03d}.json"
     try:
@@ -149,7 +149,7 @@ def read_batch(folder: Path, number: int, cell: Cell) -> FinishedBatch:
 
 def read_samples(folder: Path, number: int, cell: Cell) -> pd.DataFrame:
     """The texts of a finished batch; errors as `read_batch`."""
-    with _damage(folder, number, cell, ".parquet") as (file, record):
+    with _checked_file(folder, number, cell, ".parquet") as (file, record):
         check_parquet(file)
         table = pd.read_parquet(file)
         if lacking := [column for column in COLUMNS if column not in table]:
@@ -198,7 +198,7 @@ def read_trace(folder: Path, number: int, cell: Cell) -> xr.Dataset | None:
 
     if cell.trace == "none":
         return None
-    with _damage(folder, number, cell, ".nc") as (file, record):
+    with _checked_file(folder, number, cell, ".nc") as (file, record):
         check_hdf5(file)
         with xr.open_dataset(file, engine="h5netcdf") as stored:
             trace = stored.load()
@@ -210,13 +210,13 @@ def read_trace(folder: Path, number: int, cell: Cell) -> xr.Dataset | None:
 def check_batch(folder: Path, number: int, cell: Cell) -> BatchRecord:
     """The record of a finished batch whose files have their sha256; errors as `read_batch`."""
     for name in _files(number, cell.trace != "none"):
-        with _damage(folder, number, cell, Path(name).suffix):
+        with _checked_file(folder, number, cell, Path(name).suffix):
             pass
     return read_record(folder, number, cell)
 
 
 @contextmanager
-def _damage(
+def _checked_file(
     folder: Path, number: int, cell: Cell, suffix: str
 ) -> Iterator[tuple[Path, BatchRecord]]:
     """A file of a batch, compared with its sha256, and the record; whatever reading it raises is
@@ -325,7 +325,7 @@ def read_cell(folder: Path, key: str) -> Cell:
         folder: The folder of the cell.
 
     Raises:
-        DamagedError: They are missing, or others than were written.
+        DamagedError: The files are missing, or others than were written.
     """
     file = folder / SETTINGS
     try:
@@ -441,7 +441,7 @@ def read_listing(folder: Path) -> Listing:
 
     Raises:
         RunError: There is none, or it is of another version.
-        DamagedError: It is not what was written, or is lost beside cells.
+        DamagedError: The file is not what was written, or is lost beside cells.
     """
     file = folder / LISTING
     if not file.is_file():

@@ -34,7 +34,7 @@ from lapa2_interp._util.terminal import format_bytes, format_duration
 from lapa2_interp.generation.cell import Cell
 from lapa2_interp.models.prepacked import Prepacking
 from lapa2_interp.runs.engines import Engine, Outcome, WorkerLost
-from lapa2_interp.runs.estimates import cost
+from lapa2_interp.runs.estimates import row_tokens_of
 from lapa2_interp.runs.grid import Grid
 from lapa2_interp.runs.manifest import BatchRecord
 from lapa2_interp.runs.run import Run, load_run
@@ -230,18 +230,18 @@ def sweep(
         return Swept(before, 0, (), folder=folder)
     # Cells of one model follow each other, so that a worker seldom loads another.
     todo.sort(key=lambda cell: (cell.model, cell.dtype, cell.model_class))
-    total = sum(map(cost, todo))
+    total = sum(map(row_tokens_of, todo))
     with progress_bar(total, pluralize(len(todo), "cell"), "row-token") as bar, engine:
-        work = _Sweep(run, todo, engine, notify, bar)
-        work.all()
+        progress = _Sweep(run, todo, engine, notify, bar)
+        progress.all()
     return Swept(
-        before + work.there,
-        work.made,
-        tuple(work.failed),
-        work.elsewhere,
+        before + progress.there,
+        progress.made,
+        tuple(progress.failed),
+        progress.elsewhere,
         perf_counter() - began,
-        work.disk,
-        work.memory,
+        progress.disk,
+        progress.memory,
         folder=folder,
     )
 
@@ -282,7 +282,7 @@ def _missing(records: Mapping[int, BatchRecord]) -> list[int]:
 
 
 @dataclass
-class _Work:
+class _OpenCell:
     """A cell that is being made.
 
     Attributes:
@@ -308,9 +308,9 @@ class _Work:
 class _Job:
     """A batch to be made, and how often it was submitted."""
 
-    work: _Work
+    open_cell: _OpenCell
     number: int
-    packing: Prepacking | None
+    prepacking: Prepacking | None
     attempts: int = 1
 
 
@@ -361,27 +361,27 @@ class _Sweep:
                 lock.enter_context(acquire_lock(folder / LOCK))
             except Timeout:
                 self.elsewhere += 1
-                self.bar.total -= cost(cell)
+                self.bar.total -= row_tokens_of(cell)
                 return
             records = _sound_records(self.run, cell.key, self.notify)
             remove_batches(folder, keep=records)
-        work = _Work(cell, lock, records)
-        self.bar.total -= work.done
+        open_cell = _OpenCell(cell, lock, records)
+        self.bar.total -= open_cell.done
         if missing := _missing(records):
-            self.ready.append(_Job(work, missing[0], None))
+            self.ready.append(_Job(open_cell, missing[0], None))
         else:  # another sweep has made it
             self.there += 1
             lock.close()
 
     def _submit(self, job: _Job) -> Future[Outcome]:
-        cell, number = job.work.cell, job.number
+        cell, number = job.open_cell.cell, job.number
 
         def show(tokens: int) -> None:
-            done = cost(cell) * tokens // (cell.n_texts * cell.length)
-            self.bar.update(done - job.work.shown.get(number, 0))
-            job.work.shown[number] = done
+            done = row_tokens_of(cell) * tokens // (cell.n_texts * cell.length)
+            self.bar.update(done - job.open_cell.shown.get(number, 0))
+            job.open_cell.shown[number] = done
 
-        return self.engine.submit(cell, number, job.packing, CountingBar(show))
+        return self.engine.submit(cell, number, job.prepacking, CountingBar(show))
 
     def _take(self, job: _Job, future: Future[Outcome]) -> None:
         """Write what a worker has made; make ready what follows."""
@@ -390,7 +390,7 @@ class _Sweep:
                 f"{self.run.home} is gone: it was moved or removed; bring it back and repeat the"
                 " command, which resumes from what is there"
             )
-        work, shown = job.work, job.work.shown.pop(job.number, 0)
+        open_cell, shown = job.open_cell, job.open_cell.shown.pop(job.number, 0)
         if error := future.exception():  # its worker died
             self.bar.update(-shown)
             self._again(job, error)
@@ -398,32 +398,34 @@ class _Sweep:
         outcome, self.failed_starts = future.result(), 0
         if isinstance(outcome, Failure):
             self.bar.update(-shown)
-            self._fail(work, outcome)
+            self._fail(open_cell, outcome)
             return
-        cell, record, folder = work.cell, outcome.record, self.run.place(work.cell.key)
+        cell, record, folder = open_cell.cell, outcome.record, self.run.place(open_cell.cell.key)
         self._check_same_weights(cell, record.model.weights)
-        if not work.begun and work.records:
-            before = next(iter(work.records.values()))
+        if not open_cell.begun and open_cell.records:
+            before = next(iter(open_cell.records.values()))
             changes = before.changes(record)
             if not changes and before.n_batches != record.n_batches:
                 changes = f"n_batches was {before.n_batches} and is {record.n_batches}"
             if changes:
                 self.notify(
                     f"{cell.description} ({cell.key}):"
-                    f" {pluralize(len(work.records), 'finished batch')} made again; {changes}"
+                    f" {pluralize(len(open_cell.records), 'finished batch')} made again; {changes}"
                 )
-                self.bar.total += work.done
-                work.records.clear()
+                self.bar.total += open_cell.done
+                open_cell.records.clear()
                 remove_batches(folder)
         write_batch(folder, job.number, outcome)
-        work.records[job.number] = record
+        open_cell.records[job.number] = record
         self.memory = max(self.memory, record.memory)
-        self.bar.update(_share(cell, record.n_texts) * (not work.failed) - shown)
-        if not work.begun:
-            work.begun, packing = True, record.model.prepacking
-            self.ready.extend(_Job(work, number, packing) for number in _missing(work.records))
-        if not _missing(work.records):
-            self._finish(work)
+        self.bar.update(_share(cell, record.n_texts) * (not open_cell.failed) - shown)
+        if not open_cell.begun:
+            open_cell.begun, prepacking = True, record.model.prepacking
+            self.ready.extend(
+                _Job(open_cell, number, prepacking) for number in _missing(open_cell.records)
+            )
+        if not _missing(open_cell.records):
+            self._finish(open_cell)
 
     def _again(self, job: _Job, error: BaseException) -> None:
         """Make a batch ready whose worker died, or fail its cell.
@@ -444,25 +446,25 @@ class _Sweep:
         elif job.attempts < ATTEMPTS:
             self.ready.appendleft(replace(job, attempts=job.attempts + 1))
         else:
-            self._fail(job.work, _worker_lost(error))
+            self._fail(job.open_cell, _worker_lost(error))
 
-    def _finish(self, work: _Work) -> None:
-        folder = self.run.place(work.cell.key)
+    def _finish(self, open_cell: _OpenCell) -> None:
+        folder = self.run.place(open_cell.cell.key)
         remove_path(folder / FAILED)
         self.made += 1
         self.disk += sum(file.stat().st_size for file in folder.iterdir())
-        work.lock.close()
+        open_cell.lock.close()
 
-    def _fail(self, work: _Work, failure: Failure) -> None:
+    def _fail(self, open_cell: _OpenCell, failure: Failure) -> None:
         """Note that a cell failed, once, and give up its other batches."""
-        if work.failed:
+        if open_cell.failed:
             return
-        work.failed, cell = True, work.cell
+        open_cell.failed, cell = True, open_cell.cell
         self.failed.append(cell.key)
         remove_path(self.run.place(cell.key) / FAILED)
         write_json(self.run.place(cell.key) / FAILED, failure.model_dump_json())
-        self.ready = deque(job for job in self.ready if job.work is not work)
-        self.bar.total -= cost(cell) - work.done
+        self.ready = deque(job for job in self.ready if job.open_cell is not open_cell)
+        self.bar.total -= row_tokens_of(cell) - open_cell.done
         self.bar.clear()
         self.notify(f"failed: {cell.description} ({cell.key}): {failure.reason}")
 
@@ -479,8 +481,8 @@ class _Sweep:
 
 
 def _share(cell: Cell, n_texts: int) -> int:
-    """Row-tokens of a batch: its share of the cost of its cell."""
-    return cost(cell) * n_texts // cell.n_texts
+    """Row-tokens of a batch: its share of those of its cell."""
+    return row_tokens_of(cell) * n_texts // cell.n_texts
 
 
 def _worker_lost(error: BaseException) -> Failure:

@@ -1,5 +1,7 @@
-"""Texts to score: those of a run or of a file, whole, cut to shorter lengths, or in parts along
-their length."""
+"""Texts to score: those of a run or of a file.
+
+Texts are whole, cut to shorter lengths, or in parts along their length.
+"""
 
 from __future__ import annotations
 
@@ -120,8 +122,6 @@ def at_lengths(
             "length slices are cut by the tokens of a run; give a run folder, or cut the file's"
             " texts yourself"
         )
-    if least := [length for length in lengths if length < 1]:
-        raise ScoringError(f"a length is at least 1 token; found {least[0]}")
     long = [length for length in lengths if length > manifest.cell.length]
     if long:
         raise ScoringError(

@@ -108,13 +108,13 @@ class Worker:
         self,
         cell: Cell,
         number: int,
-        packing: Prepacking | None = None,
+        prepacking: Prepacking | None = None,
         progress: tqdm | None = None,
     ) -> FinishedBatch:
         """Make one batch of a cell.
 
         Args:
-            packing: Layers with prepacked weights (`ModelCard.prepacking`), those of the cell's
+            prepacking: Layers with prepacked weights (`ModelCard.prepacking`), those of the cell's
                 other batches; by default as the model was loaded.
             progress: As for the function `make_batch`.
         """
@@ -123,8 +123,8 @@ class Worker:
             began = perf_counter()
             model, _, own = self._loaded(cell)
             plan = self.plan(cell)
-            packing = packing or own
-            model.lapa2_card = model_card(model).model_copy(update={"prepacking": packing})
+            prepacking = prepacking or own
+            model.lapa2_card = model_card(model).model_copy(update={"prepacking": prepacking})
             prepared = perf_counter() - began
             made = make_batch(model, plan, number, progress)
         seconds = round(made.record.seconds + prepared, 3)
@@ -135,12 +135,12 @@ class Worker:
         self,
         cell: Cell,
         number: int,
-        packing: Prepacking | None = None,
+        prepacking: Prepacking | None = None,
         progress: tqdm | None = None,
     ) -> FinishedBatch | Failure:
         """`make_batch`; every error becomes a `Failure`."""
         try:
-            return self.make_batch(cell, number, packing, progress)
+            return self.make_batch(cell, number, prepacking, progress)
         except Exception as error:
             if caused_by_stop(error):
                 raise KeyboardInterrupt from error

@@ -1,5 +1,6 @@
-"""Scorers with a small language model: SmolLM2's lower layers with low-rank adapters, and a linear
-head.
+"""Scorers with a small language model, SmolLM2's lower layers.
+
+The layers have low-rank adapters, and a linear head.
 
 1. A text's tokens pass BOS first, then the lower layers of SmolLM2. Every linear layer W of these
    has an adapter: it computes (W + scale B A) x, with B A of low rank.
@@ -123,7 +124,7 @@ class AdapterNetwork(nn.Module):
     """The lower layers of a language model, and a head on [mean | last] of their states.
 
     Args:
-        network: A transformers causal model with Llama's layout; it is changed in place.
+        network: A transformers causal model with Llama's layout; the network is changed in place.
         layers: Layers to keep.
         labels: Logits per text.
 

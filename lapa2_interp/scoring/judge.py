@@ -1,5 +1,6 @@
-"""An LLM as judge, with the paper's GPT-4o evaluation prompt, on any server with OpenAI's chat
-completions.
+"""An LLM as judge, with the paper's GPT-4o evaluation prompt.
+
+Any server with OpenAI's chat completions will do.
 
 1. Attribute, prompt and text are filled into the paper's prompt, whose words are unchanged.
 2. The request asks for JSON of a schema. If the server refuses schemas, it asks for plain JSON, and
@@ -27,14 +28,16 @@ from contextlib import suppress
 from dataclasses import dataclass
 from decimal import ROUND_CEILING, Decimal
 from email.utils import parsedate_to_datetime
-from typing import Any, TypeGuard
+from typing import Annotated, Any, TypeGuard
 from urllib.parse import urlsplit
 
 import httpx
+from pydantic import Field
 
 from lapa2_interp._util.errors import ScoringError, parameter
 from lapa2_interp._util.parsing import parse_json
 from lapa2_interp._util.terminal import deferred_interrupts
+from lapa2_interp._util.values import Count, NotNegative, Positive, numbers_checked
 from lapa2_interp.scoring.http_client import BoundedClient
 from lapa2_interp.scoring.judge_answer import (
     COLUMNS,
@@ -159,8 +162,7 @@ class Judge(ScorerInPieces):
         attempts: Requests per answer while the server is overloaded, failing, or unreachable.
         timeout: Seconds for a whole request, from the connection to the last byte of the answer.
         temperature: None uses the server's temperature, for models that refuse another.
-        input_price, output_price: US dollars per million tokens, to count the cost; both or
-            neither.
+        prices: US dollars per million input and output tokens, to count the cost.
         max_cost: US dollars. A request that could exceed this limit is not sent. Its cost is
             bounded by as many input tokens as it has bytes, and `MAX_ANSWER_TOKENS` output tokens,
             which the server gets as a limit. After the first answer that is cut there, the limit is
@@ -173,45 +175,31 @@ class Judge(ScorerInPieces):
         uncounted: Answers without such a count.
 
     Raises:
-        ScoringError: An argument is out of range.
+        ScoringError: A limit of cost without prices.
+        Lapa2Error: A number is out of range.
     """
 
     name = "judge"
     columns = COLUMNS
     item_fields = ("prompt", "attribute")
 
+    @numbers_checked
     def __init__(
         self,
         model: str = "gpt-4o",
         base_url: str | None = None,
         *,
-        concurrency: int = 4,
-        attempts: int = 6,
-        timeout: float = 60.0,
-        temperature: float | None = 0.0,
-        input_price: float | None = None,
-        output_price: float | None = None,
-        max_cost: float | None = None,
+        concurrency: Count = 4,
+        attempts: Count = 6,
+        timeout: Positive = 60.0,
+        temperature: Annotated[float, Field(ge=0, le=2)] | None = 0.0,
+        prices: tuple[NotNegative, NotNegative] | None = None,
+        max_cost: NotNegative | None = None,
         sleep: Callable[[float], object] | None = None,
     ) -> None:
-        for name, count in (("concurrency", concurrency), ("attempts", attempts)):
-            if count < 1:
-                raise ScoringError(f"{name} is {count}; give 1 or more")
-        if not timeout > 0:
-            raise ScoringError(f"timeout is {timeout:g}; give seconds above 0")
-        if temperature is not None and not 0 <= temperature <= 2:
+        if max_cost is not None and prices is None:
             raise ScoringError(
-                f"temperature is {temperature:g}; allowed: 0 to 2, or None for the server's own"
-            )
-        prices = [price for price in (input_price, output_price) if price is not None]
-        if len(prices) == 1 or not all(0 <= price < math.inf for price in prices):
-            raise ScoringError(
-                f"prices are {input_price} for input and {output_price} for output; give both, 0 or"
-                " more, or neither"
-            )
-        if max_cost is not None and not (prices and max_cost >= 0):
-            raise ScoringError(
-                f"the cost is limited to {max_cost:g} US dollars; a limit of 0 or more needs prices"
+                f"the cost is limited to {max_cost:g} US dollars; a limit needs prices"
                 f" too: give {parameter('judge_prices', 'IN OUT')}, dollars per million tokens"
             )
         if not model.strip():
@@ -226,7 +214,7 @@ class Judge(ScorerInPieces):
         self.attempts = attempts
         self.timeout = timeout
         self.temperature = temperature
-        self.prices = (input_price, output_price)
+        self.prices = prices
         self.max_cost = max_cost
         self.requests = self.input_tokens = self.output_tokens = self.uncounted = 0
         template = hashlib.sha256(f"{SYSTEM_MESSAGE}\n{PROMPT}".encode()).hexdigest()[:8]
@@ -255,7 +243,7 @@ class Judge(ScorerInPieces):
     @property
     def cost(self) -> float | None:
         """US dollars for the tokens counted so far; None without prices."""
-        if None in self.prices:
+        if self.prices is None:
             return None
         return self._price(self.input_tokens, self.output_tokens)
 
@@ -484,7 +472,7 @@ class Judge(ScorerInPieces):
 
     def _price(self, read: int, written: int) -> float:
         """US dollars for these numbers of tokens; 0 without prices."""
-        price_in, price_out = (price or 0.0 for price in self.prices)
+        price_in, price_out = self.prices or (0.0, 0.0)
         return (read * price_in + written * price_out) / 1e6
 
     def _release_cost(self, released: float) -> None:

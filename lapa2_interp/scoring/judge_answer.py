@@ -128,7 +128,7 @@ def parse_ratings(answer: str) -> tuple[float, float, float] | None:
     An object is a rating if it has exactly these three fields with whole numbers from 1 to 5, which
     may be written 4, 4.0 or "4". Words may stand before it, and it may be repeated. Another object
     or an unfinished one with one of the fields is another reading. An answer with a tag in angle
-    brackets, or with words behind its last object, has none: they may take a draft back.
+    brackets, or with words behind its last object, has none: such words may take a draft back.
 
     Args:
         answer: The words of a model. Thoughts in front, up to the last </think>, are not read.

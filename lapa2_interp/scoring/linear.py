@@ -1,5 +1,6 @@
-"""Linear classifiers on hashed n-grams, for sentiment, topic and toxicity: the fast scorers of the
-package.
+"""Linear classifiers on hashed n-grams, the fast scorers of the package.
+
+There is one for sentiment, one for topic and one for toxicity.
 
 1. A text becomes counts of its words and word pairs and of its character 2- to 5-grams within
    words, each set hashed to 2^18 columns. The counts are damped (log(1 + count)), weighted by how

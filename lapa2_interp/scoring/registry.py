@@ -32,13 +32,15 @@ class ScorerOptions:
     task: Task | str | None = None
     """A built-in task by name, or a task itself."""
     labels: Mapping[str, str] = field(default_factory=dict)
+    """Names for the labels of a classifier of one's own."""
     judge_url: str | None = None
-    judge_prices: tuple[float | None, float | None] = (None, None)
+    judge_prices: tuple[float, float] | None = None
     judge_temperature: float | None = 0.0
     max_cost: float | None = None
     dtype: str = "float32"
     device: str | None = None
     generator: str | None = None
+    """The weights that wrote the texts, by which a perplexity says that it is the writer's own."""
     trust_remote_code: bool = False
 
 
@@ -119,8 +121,8 @@ def make_scorer(name: str, model: str, options: ScorerOptions) -> Scorer:
             inner = make_scorer("accuracy", model, options)
             return Masked(inner, prefix_words(_task_of(options)))
         case "perplexity" | "conditional-perplexity", _:
-            kind = Perplexity if name == "perplexity" else ConditionalPerplexity
-            return kind(
+            scorer_class = Perplexity if name == "perplexity" else ConditionalPerplexity
+            return scorer_class(
                 model or "smollm2-135m",
                 options.dtype,
                 options.device,
@@ -152,12 +154,10 @@ def make_scorer(name: str, model: str, options: ScorerOptions) -> Scorer:
                 " OpenAI's)"
             )
         case "judge", _:
-            price_in, price_out = options.judge_prices
             return Judge(
                 model,
                 options.judge_url,
-                input_price=price_in,
-                output_price=price_out,
+                prices=options.judge_prices,
                 temperature=options.judge_temperature,
                 max_cost=options.max_cost,
             )

@@ -5,7 +5,7 @@ A scorer gives each `TextItem` a tuple of finite numbers, or a `SkippedText` wit
 that are made when it fails.
 
     scorer = Perplexity(model)
-    table = run_scorer(scorer, items, Cache(folder))     # one row per item: the scorer's columns, and `skipped`
+    table = run_scorer(scorer, items, ScoreCache(folder))     # one row per item: the scorer's columns, and `skipped`
 """  # noqa: E501
 
 from __future__ import annotations
@@ -255,7 +255,7 @@ class ScoreCache:
     """Scores on disk, one SQLite file per folder. Values are numbers or reasons, never texts.
 
     Args:
-        folder: It is created if missing; None keeps scores in memory.
+        folder: A folder, which is created if missing; None keeps scores in memory.
     """
 
     def __init__(self, folder: Path | None) -> None:
@@ -339,7 +339,7 @@ class _TextFailedError(Exception):
     """The error of a library at the item of a batch with this index."""
 
     def __init__(self, index: int, error: Exception) -> None:
-        self.place, self.error = index, error
+        self.index, self.error = index, error
 
 
 def describe_text_failure(title: str, text: str, error: Exception) -> str:
@@ -437,7 +437,7 @@ def run_scorer(
             except (ScoringError, ModelError, _TextFailedError) as error:
                 cause: object = error
                 if isinstance(error, _TextFailedError):
-                    key = part[error.place]
+                    key = part[error.index]
                     title = f"text {keys.index(key) + 1}"
                     cause = describe_text_failure(title, texts[key], error.error)
                 final = {

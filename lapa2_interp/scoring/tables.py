@@ -1,5 +1,6 @@
-"""Scores of texts as tidy tables: a mean with its interval per cell, and differences from the
-baseline.
+"""Scores of texts as tidy tables.
+
+A mean with its interval per cell, and differences from the baseline.
 
 Texts of one prompt are not independent, so every interval resamples prompts. Every row has its
 scorer and version, and the number of texts without a score with the reasons.
@@ -15,7 +16,7 @@ import numpy as np
 import pandas as pd
 
 from lapa2_interp._util.errors import ScoringError, parameter
-from lapa2_interp._util.table_formats import format_interval
+from lapa2_interp._util.table_formats import interval_cells
 from lapa2_interp.scoring.distinct import ORDERS, distinct_table
 from lapa2_interp.scoring.scorer import (
     ScoreCache,
@@ -228,8 +229,8 @@ def paired_change(before: pd.DataFrame, after: pd.DataFrame) -> Difference | Non
 
     Args:
         before, after: Rows of two arms, with columns value and prompt. A column attribute is used
-            if there is one; so is sample, since texts of one number are not independent: they are
-            one text at two lengths, or drawn with the same random numbers.
+            if there is one; so is sample, since texts of one number are not independent: such texts
+            are one text at two lengths, or drawn with the same random numbers.
     """
 
     def labels(name: str) -> tuple[pd.Series, pd.Series] | None:
@@ -312,8 +313,7 @@ def format_scores(table: pd.DataFrame, differences: pd.DataFrame) -> pd.DataFram
             part = source[(source["metric"] == metric) & (source["scorer"] == scorer)]
             if not len(part) or not set(keys) <= set(part):
                 continue
-            numbers = part[[number, "low", "high"]].to_numpy(float)
-            shown = [_format_number(mean, low, high, sign) for mean, low, high in numbers]
+            shown = interval_cells(part, f"{sign}.3g", (number, "low", "high"))
             cells = part[keys].assign(**{title: shown})
             shown_table = shown_table.merge(cells, **joined)
     return shown_table.fillna("")
@@ -381,10 +381,6 @@ def varying_columns(table: pd.DataFrame) -> list[str]:
         for key in there
         if table[key].nunique(dropna=False) > 1 or (key == "arm" and (table[key] != "").any())
     ]
-
-
-def _format_number(mean: float, low: float, high: float, sign: str) -> str:
-    return "no number" if np.isnan(mean) else format_interval(mean, low, high, f"{sign}.3g")
 
 
 def _clusters(table: pd.DataFrame) -> np.ndarray:

@@ -1,5 +1,6 @@
-"""The common base of the scorers that ship with the package: cards, labels of tasks, and toxicity
-as the probability of one label.
+"""The common base of the scorers that ship with the package.
+
+The base has cards, labels of tasks, and toxicity as the probability of one label.
 
 There are two kinds, `linear` and `adapter`. A table has the numbers of both, and the page says
 where a claim holds for one of them only."""
@@ -126,8 +127,8 @@ class TaskScorer(Scorer):
     """The probabilities that a classifier gives to the labels of its task.
 
     Args:
-        load: Loads the classifier. It is called when the first text is scored, and not if all
-            scores are cached.
+        load: Loads the classifier. The function is called when the first text is scored, and not if
+            all scores are cached.
         kind: Name of such scorers in their version.
     """
 

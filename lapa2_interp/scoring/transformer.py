@@ -1,5 +1,7 @@
-"""Scorers that run a transformers model: perplexity under a causal model, and any sequence
-classifier."""
+"""Scorers that run a transformers model.
+
+One is perplexity under a causal model, another any sequence classifier.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """VADER: a sentiment scorer of another make, with rules and a lexicon that people have rated.
 
-It reads single words with their negations, intensifiers and punctuation, and was trained on no
+VADER reads single words with their negations, intensifiers and punctuation, and was trained on no
 corpus of this package. A text is positive from a compound score of .05 and negative from -.05, the
 limits of its authors, and between them neither. Extra `vader`.
 

@@ -1,5 +1,6 @@
-"""Labelled texts for training and evaluation: the paper's corpora from the Hugging Face hub, by
-name, or custom files.
+"""Labelled texts for training and evaluation.
+
+Sources are the paper's corpora from the Hugging Face hub, by name, or custom files.
 
 A file is JSON lines, CSV or Parquet with the fields `text` and `label`; it may be compressed (.xz,
 .gz, .bz2 and .zip). ParaDetox's fields `toxic` and `neutral` become texts with the labels toxic and
@@ -146,7 +147,7 @@ def read_table(path: Path, **options: Any) -> pd.DataFrame:
         options: Passed to `pandas.read_csv` for a CSV file.
 
     Raises:
-        ValueError: It is no regular file, has another ending, two columns of the same name,
+        ValueError: The file is no regular file, has another ending, two columns of the same name,
             unpacks to more than its size allows, or is damaged.
         OSError: It cannot be read.
     """

@@ -59,7 +59,7 @@ def check_prompt(text: str) -> None:
     """Refuse a text that no model can continue.
 
     Raises:
-        LayoutError: It is empty or too long, or has a NUL or half a character.
+        LayoutError: The text is empty or too long, or has a NUL or half a character.
     """
     check_text_length("prompt", text)
     if not text.isascii() and text.encode("utf-8", "replace").decode() != text:

@@ -1,5 +1,6 @@
-"""Control tasks: attributes with their prefixes, and prompts, from small TOML files, built in or
-custom.
+"""Control tasks: attributes with their prefixes, and prompts.
+
+A task is a small TOML file, built in or custom.
 
 `EXAMPLE` shows the form. Parameters and texts of single methods (by attribute, then branch) are
 optional.
@@ -33,6 +34,7 @@ from lapa2_interp._util.errors import (
 )
 from lapa2_interp._util.parsing import parse_toml, read_text
 from lapa2_interp._util.paths import in_one_line, is_path, with_home
+from lapa2_interp._util.values import Count
 from lapa2_interp.tasks.segmentation import words
 
 EXAMPLE = """length_counts_prompt = true        # "length" tokens include the prompt's, and the saved text begins with it
@@ -206,7 +208,7 @@ class Task(BaseModel):
     name: str
     description: str = ""
     length_counts_prompt: bool = True
-    lengths: tuple[Annotated[int, Field(ge=1)], ...] = (64, 128, 256, 384, 512)
+    lengths: tuple[Count, ...] = (64, 128, 256, 384, 512)
     attributes: Annotated[dict[str, Attribute], Field(min_length=1)]
     prompts: Prompts
     methods: dict[str, MethodSettings] = {}

@@ -1,5 +1,6 @@
-"""Word lists: the words that distinguish the attributes of labelled corpora, and the statistic that
-chooses them.
+"""Word lists: the words that distinguish the attributes of labelled corpora.
+
+Here is also the statistic that chooses them.
 
 For every word and class, z is the log-odds of the word in the class's texts minus those in the
 other classes' texts, divided by its standard error. Both log-odds are smoothed by the counts of all
@@ -26,8 +27,10 @@ from lapa2_interp._util.commands import command
 from lapa2_interp._util.errors import DataError, parameter, validation_message
 from lapa2_interp._util.files import write_text
 from lapa2_interp._util.parsing import parse_json, read_text
+from lapa2_interp._util.values import Count, numbers_checked
 from lapa2_interp.tasks.corpora import read_corpus
 from lapa2_interp.tasks.segmentation import letter_runs
+from lapa2_interp.tasks.task import Task, read_task
 
 PRIOR = 10_000.0
 LEAST_Z = 1.96
@@ -132,47 +135,58 @@ def read_word_list(file: str, task: str) -> dict[str, tuple[str, ...]]:
         raise DataError(f"{source} is not a word list: {validation_message(error)}") from None
 
 
+@numbers_checked
 def make_word_list(
-    labels: Sequence[str],
+    *,
+    task: str | Path | Task,
     data: Sequence[str],
-    out: Path,
-    n: int = 400,
-    min_count: int = 20,
+    out: str | Path,
+    n_words: Count = 400,
+    min_count: Count = 20,
     min_z: float = LEAST_Z,
     force: bool = False,
 ) -> dict[str, list[tuple[str, float]]]:
-    """Derive word lists from corpora with `derive_words` and write them to a file.
+    """Derive FreeCtrl's word lists from labelled texts: the words that tell attributes apart.
+
+    Words are ranked by the z of the log-odds ratio with a Dirichlet prior (Monroe, Colaresi and
+    Quinn 2008); function words are left out. For example
+
+        lapa2 word-lists --task sentiment --data sst2 --data imdb --out words.json
+        lapa2 generate --method freectrl --set words=words.json \\
+            --attribute positive --out results/run
 
     Args:
-        labels: The attributes; each is a label of the texts.
-        data: Corpora, as `corpora.read_corpus` takes them.
+        task: A task of `lapa2 tasks`, or the path of a task file: whose attributes are the labels.
+        data: A corpus by name (imdb, sst2, agnews) or a file with the fields text and label; repeat
+            the option for more.
         out: The list, a JSON file.
-        n, min_count, min_z: As in `derive_words`.
+        n_words: Words per attribute.
+        min_count: Occurrences a word must have.
+        min_z: The smallest z of a word; 1.96 is reached by one in forty of the words that tell
+            nothing.
         force: Replace the file.
 
     Returns:
         Words with their z, by label.
 
     Raises:
+        TaskError: The task cannot be read.
         DataError: A corpus cannot be read, an attribute gets no word, or the file exists or cannot
             be written.
     """
+    labels = tuple((task if isinstance(task, Task) else read_task(task)).attributes)
+    out = Path(out)
     if out.is_dir() or (out.exists() and not force):
         kind = "a folder" if out.is_dir() else "there already"
         raise DataError(
             f"{out} is {kind}; give another {parameter('out')}"
             + ("" if out.is_dir() else f", or {parameter('force', True)} to replace it")
         )
-    if n < 1 or min_count < 1:
-        raise DataError(
-            f"{parameter('n_words')} and {parameter('min_count')} must be at least 1, found"
-            f" {n} and {min_count}"
-        )
     corpora = [read_corpus(source, labels) for source in data]
     texts = {
         label: [text for corpus in corpora for text in corpus.texts[label]] for label in labels
     }
-    derived = derive_words(texts, n, min_count, min_z)
+    derived = derive_words(texts, n_words, min_count, min_z)
     empty = [label for label, best in derived.items() if not best]
     if empty:
         raise DataError(

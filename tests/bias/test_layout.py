@@ -552,3 +552,12 @@ def test_a_notebook_shows_the_keys_by_part():
     assert shown.count("<span") == 18
     assert "&lt;" in shown
     assert "<b>" not in shown
+
+
+def test_a_longer_layout_counts_more_prompt_and_has_no_padding():
+    tokenizer = shared_tokenizer("tiny-gpt2")
+    layout = Layout.of(tokenizer, "Very good:", "The lake")
+    longer = layout.padded(40).followed_by(tokenizer, [40, 41])
+    whole_ids = (*layout.ids, 40, 41)
+    assert (longer.ids, longer.l_pro, longer.prefix) == (whole_ids, layout.l_pro + 2, layout.prefix)
+    assert len(longer) == len(longer.tokens) == len(layout) + 2

@@ -542,7 +542,7 @@ def test_a_joint_curve_asks_what_the_table_asked():
         augmentation=rule,
     )
     left = curve.frame().set_index(["kind", "heads"])["left"]["without", 2]
-    assert left == pytest.approx(1 - alike.values.sum() / alike.whole.sum(), abs=1e-6)
+    assert left == pytest.approx(1 - alike.values.sum() / alike.total.sum(), abs=1e-6)
 
 
 def test_units_and_batches_change_nothing():
@@ -701,7 +701,7 @@ def test_a_hook_that_hardly_moves_the_control_is_known_by_a_unit(tmp_path):
     assert np.array_equal(resumed.values, same.values)
     with model.hooks(fwd_hooks=[("blocks.1.attn.hook_z", silent)]):
         fresh = knock_out(model, asked, metric="js", other_metrics=())
-        assert np.abs(fresh.whole - resumed.whole).max() < 0.01 * resumed.whole.max()
+        assert np.abs(fresh.total - resumed.total).max() < 0.01 * resumed.total.max()
         with pytest.raises(CircuitError, match="another model or metric: js without .* was"):
             knock_out(model, asked, metric="js", other_metrics=(), file=file)
 
@@ -876,7 +876,7 @@ def test_an_augmentation_of_the_user_is_part_of_the_forward_pass():
     plain, boosted = control_score(model, asked), control_score(model, asked, augmentation=rule)
     assert np.abs(plain.values["js"] - boosted.values["js"]).max() > 1e-6
     table = knock_out(model, asked, over="layer", augmentation=rule, metric="js", other_metrics=())
-    assert np.allclose(table.whole, boosted.values["js"].mean(1))
+    assert np.allclose(table.total, boosted.values["js"].mean(1))
 
 
 def test_a_file_of_knock_outs_knows_units_by_their_heads(tmp_path):
@@ -940,8 +940,8 @@ def test_a_joint_curve_takes_heads_by_prompts():
     effects = np.array([[1.0, 0]] * 9 + [[9.0, 0], [0, 2], [9.0, 0]])  # b and d are judged first
     measured = joint_curve(model, replace(table, values=effects), sizes=(1,), seeds=1).rows
     left = measured[measured["kind"] == "without"]["left"].iloc[0]
-    control = asked.by_prompt(table.whole[:, None])[:, 0]
-    rest = asked.by_prompt(table.whole[:, None] - table.values)
+    control = asked.by_prompt(table.total[:, None])[:, 0]
+    rest = asked.by_prompt(table.total[:, None] - table.values)
     assert left == pytest.approx((rest[[1, 3], 1].sum() + rest[[0, 2], 0].sum()) / control.sum())
 
 
@@ -976,8 +976,8 @@ def test_what_moved_the_control_moves_no_effect(tmp_path):
     lines[at] = json.dumps(line)
     file.write_text("\n".join(lines) + "\n")
     measured = knock_out(model, asked, other_metrics=(), file=file)
-    np.testing.assert_allclose(measured.whole, 1.009 * fresh.whole, rtol=1e-6)
-    np.testing.assert_allclose(measured.values, fresh.values, atol=1e-3 * fresh.whole.max() / 100)
+    np.testing.assert_allclose(measured.total, 1.009 * fresh.total, rtol=1e-6)
+    np.testing.assert_allclose(measured.values, fresh.values, atol=1e-3 * fresh.total.max() / 100)
 
 
 def test_what_acts_on_later_queries_alone_may_end_inside_the_prefix():

@@ -10,7 +10,7 @@ import pandas as pd
 import pytest
 from conftest import load
 
-from lapa2_interp._util.errors import CircuitError
+from lapa2_interp._util.errors import CircuitError, Lapa2Error
 from lapa2_interp.circuits import study as module
 from lapa2_interp.circuits.study import run_study
 from lapa2_interp.cli.app import main
@@ -180,7 +180,7 @@ def test_a_study_in_bfloat16_goes_to_its_page(tmp_path):
 
 
 def test_no_head_to_test_again_is_refused(tmp_path):
-    with pytest.raises(CircuitError, match="best must be at least 1; found 0"):
+    with pytest.raises(Lapa2Error, match="best: .* or equal to 1, found 0"):
         run_study(load("planted"), "sentiment", tmp_path / "none", best=0)
     assert not (tmp_path / "none").exists()
 

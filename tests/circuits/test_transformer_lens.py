@@ -63,7 +63,7 @@ def test_a_knock_out_is_a_patch_of_scores():
                     model, ids, cache, measured, without_prefix, "attn_scores",
                     index_df=every_head(model),
                 )  # fmt: skip
-        assert table.whole[i] == pytest.approx(float(total), abs=1e-6)
+        assert table.total[i] == pytest.approx(float(total), abs=1e-6)
         assert np.abs(table.values[i] - (total - left).numpy()).max() < 1e-6
     assert np.abs(table.values).max() > 1e-3
 

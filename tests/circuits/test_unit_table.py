@@ -43,10 +43,10 @@ def test_carriers_are_above_the_noise():
 
 def test_the_order_is_by_value_by_size_or_by_share():
     total = np.full(len(PROMPTS), -4.0)
-    measured = table([1, 3, -2, 0], whole=total)
+    measured = table([1, 3, -2, 0], total=total)
     assert measured.best(2) == ((0, 1), (0, 0))
     assert measured.best(2, absolute=True) == ((0, 1), (1, 0))
-    shares = table([1, 3, -2, 0], whole=total, as_shares=True)
+    shares = table([1, 3, -2, 0], total=total, as_shares=True)
     assert shares.best(2) == ((1, 0), (1, 1))
     assert shares.frame()["share"].is_monotonic_decreasing
     assert shares.map().ravel() == pytest.approx([-0.25, -0.75, 0.5, 0], abs=1e-3)

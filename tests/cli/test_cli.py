@@ -313,10 +313,13 @@ def test_probe_and_lists(capsys):
             "select planted --score mass --tokens 4 --out /proc/nowhere/card.json",
             "/proc/nowhere: .*; mend it and repeat",
         ),
-        ("layout --prompt 'The lake' --steps 0", "--steps must be 1 to 1000000, found 0"),
+        (
+            "layout --prompt 'The lake' --steps 0",
+            "--steps: input should be greater than or equal to 1, found 0",
+        ),
         (
             "layout --prompt 'The lake' --steps 999999999999",
-            "--steps must be 1 to 1000000, found 999999999999",
+            "--steps: input should be less than or equal to 1000000, found 999999999999",
         ),
         (GENERATE.replace("16", "9999") + " --out OUT", "context of 256"),
         (

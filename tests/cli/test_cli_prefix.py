@@ -150,8 +150,8 @@ def test_a_set_measured_on_one_text_each_is_read_again(reviews, tmp_path, capsys
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ("--limit 0", "limit must be 1 or more, found 0"),
-        ("--max-tokens -1", "max_tokens must be 1 or more, found -1"),
+        ("--limit 0", "--limit: input should be greater than or equal to 1, found 0"),
+        ("--max-tokens -1", "--max-tokens: input should be greater than or equal to 1, found -1"),
         ("--max-tokens 9999", "tokens of a text exceed the model's context of"),
     ],
 )

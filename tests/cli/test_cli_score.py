@@ -249,7 +249,13 @@ def test_sheets_and_answers(run_folder, tmp_path, capsys):
         files.append(tmp_path / f"{name}.csv")
         filled.to_csv(files[-1], index=False)
     assert (
-        lapa2("scorers answers --out", tmp_path / "answers", tmp_path / "sheets/key.csv", *files)
+        lapa2(
+            "scorers answers --out",
+            tmp_path / "answers",
+            "--key",
+            tmp_path / "sheets/key.csv",
+            *files,
+        )
         == 0
     )
     table = pd.read_csv(tmp_path / "answers/table.csv")
@@ -370,8 +376,8 @@ def test_a_column_of_numbers_is_no_text(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ("--c 0 --out OUT", "--c must be a positive number, found 0"),
-        ("--c nan --out OUT", "--c must be a positive number, found nan"),
+        ("--c 0 --out OUT", "--c: input should be greater than 0, found 0"),
+        ("--c nan --out OUT", "--c: input should be a finite number, found nan"),
         ("--out FILE", "is a file; give a folder"),
     ],
 )

@@ -258,7 +258,7 @@ def test_pages_and_sheets_take_a_chat_of_several_turns(chatting, tmp_path):
     shown = view(run, prompt=SCRIPTS[1], model=chatting)
     first = run.samples().query("prompt == @SCRIPTS[1] and turn == 1")
     assert [arm.tokens for arm in shown.text.arms] == [*map(tuple, first["tokens"])]
-    assert len(make_sheets(run.samples(), tmp_path, n=6)) == 6
+    assert len(make_sheets(run.samples(), tmp_path / "sheets", n_texts=6)) == 6
     table = run.steps()
     assert table.groupby(["arm", "turn"]).ngroups == 6
     assert run.attention(arm="baseline").n_untraced == 0

@@ -5,17 +5,26 @@ import numpy as np
 import pytest
 import torch
 from conftest import cell_of, load
+from families import save_family
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, StaticCache
 
 from lapa2_interp import Augmentation, Layout, augmented, load_model
-from lapa2_interp._util.errors import ModelError
+from lapa2_interp._util.errors import DeadHookError, ModelError
 from lapa2_interp.attention.recorder import Recorder
+from lapa2_interp.bias.layer_types import LayerType
 from lapa2_interp.bias.padded_rows import PaddedRows
 from lapa2_interp.generation.plan import plan_batches
 from lapa2_interp.methods import load_task
-from lapa2_interp.models.attention_interface import AUTO_SCORES, FUSED, decided_path, path_of_pass
+from lapa2_interp.models.attention_interface import (
+    AUTO_SCORES,
+    FUSED,
+    decided_path,
+    path_of_pass,
+    read_without_matrix,
+)
+from lapa2_interp.models.cache_name import cache_name
 from lapa2_interp.models.card import TransformersModel
 from lapa2_interp.runs.method_context import ModelContext
 from lapa2_interp.runs.worker import make_batch
@@ -130,6 +139,48 @@ def test_what_needs_the_matrix_gets_it_and_says_why(model):
     logits, paths = read(model, "fused", RULE, recorder)
     assert paths == dict.fromkeys((0, 2, 3), FUSED) | {1: "its attention rows are recorded"}
     torch.testing.assert_close(logits, wanted, atol=1e-10, rtol=0)
+
+
+@pytest.mark.parametrize("cuts", [(), (9,), (9, 20)])
+@torch.no_grad()
+def test_a_cache_may_have_more_slots_than_keys(model, cuts):
+    """A static cache of transformers, filled by one pass or several."""
+    layout = layout_of(model)
+    cache = StaticCache(config=model.original_model.config, max_cache_len=64)
+    model.attn, parts = "fused", ids_of(layout).tensor_split(cuts, dim=1)
+    cached = {cache_name(model.original_model): cache}
+    with augmented(model, RULE, layout) as paths:
+        logits = torch.cat([model(part, **cached) for part in parts], dim=1)
+    assert {*paths.values()} == {FUSED}
+    torch.testing.assert_close(logits, read(model, "matrix")[0], atol=1e-10, rtol=0)
+
+
+@torch.no_grad()
+def test_a_mask_that_the_configuration_does_not_tell_is_refused(model, monkeypatch):
+    """Its layers' types decide which keys are read, so they are compared with the model's mask."""
+    monkeypatch.setattr(
+        "lapa2_interp.models.attention_interface.layer_types",
+        lambda network: (LayerType("sliding", 16),) * 4,
+    )
+    model.attn = "fused"
+    with (
+        read_without_matrix(model),
+        pytest.raises(ModelError, match="layer 0 is of type sliding 16.*attn='matrix'"),
+    ):
+        model(ids_of(layout_of(model)))
+
+
+@torch.no_grad()
+def test_laws_that_read_scores_refuse_a_sink(tmp_path):
+    """Its share lies inside the log of the sum; a law cannot reach it."""
+    folder = save_family("gpt-oss", tmp_path)
+    sinking = load_model(folder, "float64", model_class=PLAIN, attn="fused")
+    layout, law = layout_of(sinking), Augmentation(alpha=0.5, law="target", tau=0.3)
+    with augmented(sinking, law, layout), pytest.raises(DeadHookError, match="learned sink"):
+        sinking(ids_of(layout))
+    with augmented(sinking, RULE, layout) as paths:
+        sinking(ids_of(layout))
+    assert {*paths.values()} == {FUSED}
 
 
 @pytest.mark.parametrize("kind", ["full", "pooled"])

@@ -12,18 +12,18 @@ from lapa2_interp._util.errors import ModelError
 from lapa2_interp.models import model_card
 from lapa2_interp.models.liveness import HOOK_PATTERN
 from lapa2_interp.models.planted import (
+    CIRCUITS,
     FILLERS,
     NEGATIVE,
     POSITIVE,
     PROMPTS,
-    VARIANTS,
     answer_key,
     vocabulary,
 )
 from lapa2_interp.models.sizes import model_size
 from lapa2_interp.tasks.word_lists import STOPWORDS, read_word_list
 
-NAMES = [f"planted{'-' * bool(variant)}{variant}" for variant in VARIANTS]
+NAMES = [f"planted{'-' * bool(circuit)}{circuit}" for circuit in CIRCUITS]
 LENGTHS = (8, 64, 200)
 CLASSES = (*MODEL_CLASSES, "TransformersModel")
 
@@ -162,7 +162,7 @@ def test_the_decoy_has_the_largest_mass_and_no_effect():
 
 def test_the_variants_are_what_they_are_for():
     gain, backup, spread, plain = (
-        answer_key(f"planted{variant}") for variant in ("-gain", "-backup", "-spread", "")
+        answer_key(f"planted{circuit}") for circuit in ("-gain", "-backup", "-spread", "")
     )
     # Fades by gain: holding the relay's mass at its early value changes nothing later.
     assert gain.control(200, 2) < 0.5 * gain.control(15, 2)

@@ -134,7 +134,7 @@ def test_a_text_has_the_same_bits_alone_and_in_any_batch(model):
 
 
 @pytest.mark.long
-def test_logits_and_traces_are_those_without_packing(monkeypatch):
+def test_logits_and_traces_are_those_without_prepacking(monkeypatch):
     """Along the tokens of the run without. Tiny models: `test_conformance`."""
     model = load("smollm2-135m")
     layout = Layout.of(model.tokenizer, "Very positive:", "The lake")
@@ -143,22 +143,22 @@ def test_logits_and_traces_are_those_without_packing(monkeypatch):
         Augmentation(alpha=0.5), length=14, samples=2, trace="full",
     )  # fmt: skip
     plain, boosted = (
-        decode(with_packing(model, packing, monkeypatch), cell) for packing in CHOICES
+        decode(with_prepacking(model, prepacking, monkeypatch), cell) for prepacking in CHOICES
     )
     texts = plain.samples["tokens"].tolist()
     logits = {}
-    for packing in CHOICES:
-        with prepacked(network_of(model), packing), torch.no_grad():
+    for prepacking in CHOICES:
+        with prepacked(network_of(model), prepacking), torch.no_grad():
             state = new_rows(model)
             state.prompt_pass([layout])
             state.expand(torch.zeros(2, dtype=torch.long), len(layout) + 14)
             steps = torch.tensor([list(text) for text in texts]).split(1, dim=1)
-            logits[packing] = torch.cat([state.read_tokens(step) for step in steps], dim=1)
+            logits[prepacking] = torch.cat([state.read_tokens(step) for step in steps], dim=1)
     # Logits reach 30, and their own float32 rounding 1e-4.
     torch.testing.assert_close(logits["all"], logits["none"], atol=2e-4, rtol=0)
     read = [
-        teacher_forced(with_packing(model, packing, monkeypatch), layout, texts)
-        for packing in CHOICES
+        teacher_forced(with_prepacking(model, prepacking, monkeypatch), layout, texts)
+        for prepacking in CHOICES
     ]
     traces = (
         [read]
@@ -173,8 +173,8 @@ def test_logits_and_traces_are_those_without_packing(monkeypatch):
 CHOICES = ("none", "all")
 
 
-def with_packing(model, packing, monkeypatch):
-    card = model_card(model).model_copy(update={"prepacking": packing})
+def with_prepacking(model, prepacking, monkeypatch):
+    card = model_card(model).model_copy(update={"prepacking": prepacking})
     monkeypatch.setattr(model, "lapa2_card", card)
     return model
 
@@ -334,9 +334,9 @@ def test_a_worker_computes_with_the_weights_of_the_cells_first_batch():
 
 def test_options_and_manifests(tmp_path):
     asked = {"attribute": "positive", "prompts": ["The lake"], "length": 14, "dtype": "float32"}
-    for pack, packing in (("auto", "all"), ("on", "all"), ("off", "none")):
+    for pack, prepacking in (("auto", "all"), ("on", "all"), ("off", "none")):
         run = lapa2_interp.generate("tiny-gpt2", pack=pack, **asked)
-        assert run.manifest().model.prepacking == packing
+        assert run.manifest().model.prepacking == prepacking
     line = "generate --model tiny-gpt2 --attribute positive --prompt Lakes --length 14 --pack off"
     assert main([*line.split(), "--out", str(tmp_path / "run")]) == 0
     assert load_run(tmp_path / "run").manifest().model.prepacking == "none"

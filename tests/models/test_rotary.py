@@ -18,7 +18,14 @@ from transformers import (
 )
 
 from lapa2_interp import Augmentation, Layout, augmented, teacher_forced
-from lapa2_interp._util.errors import GridError, LayoutError, ModelError, ScoringError
+from lapa2_interp._util.errors import (
+    CircuitError,
+    GridError,
+    LayoutError,
+    ModelError,
+    PrefixError,
+    ScoringError,
+)
 from lapa2_interp.attention.cache import new_rows, soft_inputs
 from lapa2_interp.bias.layout import left_pad
 from lapa2_interp.circuits import measure_fading
@@ -303,6 +310,12 @@ def test_adapters_are_not_made_for_a_switch_within_a_window(folder):
         load_adapter_network(folder, 2, 2)
 
 
+def in_one_pass(model, layout, prefix):
+    arguments = soft_inputs(model, [layout], [prefix])
+    output = model(arguments.pop("input"), **arguments)
+    return getattr(output, "logits", output)
+
+
 def test_soft_prefixes_are_of_short_texts(model):
     soft = soft_prefix(model, slots=5)
     near, far = (Layout.of(model.tokenizer, None, "z" * n, soft=5) for n in (10, 40))
@@ -313,7 +326,12 @@ def test_soft_prefixes_are_of_short_texts(model):
         LayoutError, match="the 5 keys in its cache have the rotary factors of short"
     ):
         new_rows(model).prompt_pass([far], [soft])
-    with pytest.raises(LayoutError, match="max_tokens"):
+    with (
+        pytest.raises(LayoutError, match="the 5 keys in its cache have the rotary"),
+        torch.no_grad(),
+    ):
+        in_one_pass(model, far, soft)
+    with pytest.raises(PrefixError, match="context of 24; give at most 18 tokens"):
         check_context(network_of(model), model.tokenizer, TASK, ["good"], 5, 20)
 
 
@@ -322,12 +340,18 @@ def test_circuits_stay_within_the_switch(model):
     example = ContrastExample.of(model.tokenizer, prefixes, "abcd", [5] * 20)
     near = ContrastExample.of(model.tokenizer, prefixes, "abcd", [5] * 10)
     ContrastSet.of_examples(near).check(model)
-    with pytest.raises(LayoutError, match="the text after 'abcd': passes of"):
+    with pytest.raises(CircuitError, match="text after 'abcd' have 29 tokens, .* context of 24"):
         ContrastSet.of_examples(example).check(model)
-    with pytest.raises(LayoutError, match="beyond 24"):
+    with pytest.raises(CircuitError, match="context of 24"):
         measure_fading(model, [example], filler=(10,), tokens=4, metric="js")
-    with pytest.raises(LayoutError, match="texts read in one pass"):
-        soft_inputs(model, [layout_of(model, LONG)], [None])
+
+
+def test_a_long_text_is_read_in_one_pass_of_its_own(model):
+    layout = layout_of(model, LONG)
+    with torch.no_grad():
+        logits = in_one_pass(model, layout, None)
+        decoded = new_rows(model).prompt_pass([layout], [None])
+    assert torch.allclose(logits[:, -1], decoded[:, -1], atol=1e-4)
 
 
 # --- passes of a user's own

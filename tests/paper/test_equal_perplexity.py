@@ -6,7 +6,11 @@ import pandas as pd
 import pytest
 
 from lapa2_interp._util.errors import ScoringError
-from lapa2_interp.paper.equal_perplexity import SteeringCurves, add_verdicts, interpolate_at_cost
+from lapa2_interp.paper.equal_perplexity import (
+    SteeringCurves,
+    add_verdicts,
+    interpolate_at_perplexity,
+)
 from lapa2_interp.stats import holm, mean_interval, resampled_means, resampled_p, tails
 
 
@@ -67,9 +71,11 @@ def test_the_first_segment_that_reaches_counts():
         ([0.0, 0.02, 0.04, 0.06], np.nan),
         ([0.0, np.nan, 0.2, 0.0], 25.0),
     ):
-        interpolated = interpolate_at_cost(np.array(curve), values, target)
+        interpolated = interpolate_at_perplexity(np.array(curve), values, target)
         assert interpolated == pytest.approx([expected], nan_ok=True), curve
-    assert interpolate_at_cost(np.array([0.1, 0.1]), values[:2], target) == pytest.approx([0.0])
+    assert interpolate_at_perplexity(np.array([0.1, 0.1]), values[:2], target) == pytest.approx(
+        [0.0]
+    )
 
 
 def test_what_does_not_reach_is_not_comparable_and_not_extrapolated():

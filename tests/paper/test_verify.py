@@ -8,16 +8,14 @@ import pytest
 import xarray as xr
 from conftest import load
 
-from lapa2_interp._util.errors import TraceError
 from lapa2_interp.bias.augmentation import Augmentation
 from lapa2_interp.bias.layout import Layout
 from lapa2_interp.cli.app import main
 from lapa2_interp.generation.teacher_forcing import teacher_forced
 from lapa2_interp.paper import proposition_plots
 from lapa2_interp.paper.proposition_study import (
-    PropositionStudy,
+    _above_zero,
     draw_figures,
-    format_verdicts,
     run_proposition_study,
 )
 from lapa2_interp.runs.run import load_run
@@ -108,18 +106,19 @@ def test_figures_are_drawn_from_their_tables(folder):
 
 
 def test_baseline_alone_and_alphas_given_twice(tmp_path):
-    study = PropositionStudy(
-        model="tiny-llama", length=40, synthetic_length=0, alphas=(0.0,), free=(0.0,), prompts=5
-    )
-    assert study.alphas == ()
-    results = run_proposition_study(study)
+    results = run_proposition_study(
+        out=tmp_path / "study", model="tiny-llama", length=40, synthetic_length=0,
+        alphas=(0.0,), free=(0.0,), dtype="auto",
+    )  # fmt: skip
     assert set(results.tables) == {"free_curves", "free_exponents", "verdicts"}
     assert set(results.tables["verdicts"]["alpha"].isna()) == {True}
-    assert "prefix attention falls" in format_verdicts(results.tables["verdicts"])
-    assert PropositionStudy(alphas=(1.0, 0.5, 0.5, 0.0)).alphas == (0.5, 1.0)
-    with pytest.raises(TraceError, match="prompts must be at most 15, found 99"):
-        PropositionStudy(prompts=99)
-    assert PropositionStudy(dtype="auto").dtype in ("float32", "bfloat16")
+    assert "prefix attention falls" in results.summary()
+    facts = json.loads((tmp_path / "study" / "study.json").read_text())
+    assert facts["dtype"] in ("float32", "bfloat16")
+
+
+def test_alphas_are_sorted_and_each_is_there_once():
+    assert _above_zero((1, 0.5, 0.5, 0.0)) == (0.5, 1.0)
 
 
 def test_texts_that_do_not_fit_side_by_side():
@@ -146,15 +145,15 @@ def test_texts_that_do_not_fit_side_by_side():
         ("--text FILE --long-length 50 --long-texts 2", "has 9 tokens, fewer than 2 x 50; give a longer text"),
         ("--text FILE --long-length 9999", "exceed the context after prefix and prompt; give at most"),
         ("--text none.txt", "cannot read"),
-        ("--alphas -1", "alphas must be numbers of at least 0, found -1"),
-        ("--seed -1", "--seed must be at least 0, found -1"),
-        ("--long-length 300", "cut a text: give it with --text FILE"),
-        ("--long-alphas 0.5", "read a text: give it with --text FILE"),
-        ("--long-dtype float64", "read a text: give it with --text FILE"),
+        ("--alphas -1", "--alphas: input should be greater than or equal to 0, found -1"),
+        ("--seed -1", "--seed: input should be greater than or equal to 0, found -1"),
+        ("--long-length 300", "--long-length is about a text; give it with --text FILE"),
+        ("--long-alphas 0.5", "is about a text; give it with --text FILE"),
+        ("--long-dtype float64", "is about a text; give it with --text FILE"),
         ("--text FILE --long-alphas 0", "--long-alphas needs an alpha above 0"),
-        ("--text FILE --long-length 2", "at least 8 tokens, found 2"),
-        ("--long-texts 0", "--long-texts must be at least 1, found 0"),
-        ("--long-length -5", "--long-length must be at least 0, found -5"),
+        ("--text FILE --long-length 2", "--long-length: input should be greater than or equal to 8, found 2"),
+        ("--long-texts 0", "--long-texts: input should be greater than or equal to 1, found 0"),
+        ("--long-length -5", "--long-length: input should be greater than or equal to 8, found -5"),
         ("--length 29 --free 0 --synthetic-length 0", "a slope needs at least 3 steps"),
         ("--synthetic-length 50", "lengths from 64 to 50 are too few"),
     ],

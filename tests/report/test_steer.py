@@ -15,7 +15,7 @@ import torch
 from conftest import script
 
 from lapa2_interp import Augmentation, Selection, steer
-from lapa2_interp._util.errors import RunError, ScoringError, TaskError
+from lapa2_interp._util.errors import Lapa2Error, RunError, ScoringError, TaskError
 from lapa2_interp.circuits.selection import random_heads
 from lapa2_interp.cli.app import main
 from lapa2_interp.cli.options import AugmentationOptions
@@ -372,9 +372,9 @@ ONE = Task(
     ("changed", "error", "message"),
     [
         ({"prompts": PROMPTS[:31]}, RunError, "31 prompts are too few.*at least 32"),
-        ({"budget": 1.0}, RunError, "budget must be above 1, such as 1.2; found 1"),
-        ({"heads": 0}, RunError, "heads must be at least 1 and less than the 16 heads.*found 0"),
-        ({"heads": 16}, RunError, "heads must be at least 1 and less than the 16 heads.*found 16"),
+        ({"budget": 1.0}, Lapa2Error, "budget: input should be greater than 1, found 1"),
+        ({"heads": 0}, Lapa2Error, "heads: input should be greater than or equal to 1, found 0"),
+        ({"heads": 16}, RunError, "heads must be fewer than the 16 heads.*found 16"),
         ({"classifiers": ["nowhere/at-all"]}, ScoringError, "nowhere/at-all"),
         ({"task": "topic", "classifiers": ["vader"]}, ScoringError, "not 'business'"),
         ({"task": ONE}, TaskError, "has one attribute, 'formal'"),

@@ -18,7 +18,7 @@ import pytest
 from browsers import FLAGS, browser_page, chromium
 from conftest import load, run_of, soft_set
 
-from lapa2_interp._util.errors import CircuitError, RunError, TraceError
+from lapa2_interp._util.errors import CircuitError, Lapa2Error, RunError, TraceError
 from lapa2_interp._util.page import embedded
 from lapa2_interp.attention.hooked import augmented
 from lapa2_interp.bias.augmentation import Augmentation
@@ -328,9 +328,9 @@ def test_what_cannot_be_shown_is_refused(run, tmp_path, monkeypatch):
         ({"arm": "alpha"}, "unknown arm 'alpha'"),
         ({"attribute": "neutral"}, "unknown attribute 'neutral'"),
         ({"branch": "x"}, "unknown branch 'x'"),
-        ({"steps": 0}, "steps must be at least 1"),
+        ({"steps": 0}, "steps: input should be greater than or equal to 1, found 0"),
     ):
-        with pytest.raises(TraceError, match=match):
+        with pytest.raises(Lapa2Error, match=match):
             view(run, model=model, **settings)
     with pytest.raises(RunError, match="no cell with method=dexperts; method may be prefix"):
         view(run, model=model, only={"method": "dexperts"})

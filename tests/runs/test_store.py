@@ -322,7 +322,9 @@ def test_columns_are_chosen_by_number_and_by_text(tmp_path, capsys):
     assert main([*line, str(tmp_path / "long"), "--lengths", "20"]) == 2
     assert "the run's texts have 14, 18 tokens; 20 is longer" in capsys.readouterr().err
     assert main([*line, str(tmp_path / "none"), "--lengths", "0"]) == 2
-    assert "a length is at least 1 token; found 0" in capsys.readouterr().err
+    assert (
+        "--lengths: input should be greater than or equal to 1, found 0" in capsys.readouterr().err
+    )
 
 
 def test_of_cells_that_draw_the_same_texts_the_one_with_most_counts(tmp_path):

@@ -46,7 +46,7 @@ from lapa2_interp.runs import launch as launching
 from lapa2_interp.runs import sweep as sweeping
 from lapa2_interp.runs import worker as working
 from lapa2_interp.runs.engines import InProcess, LocalPool
-from lapa2_interp.runs.estimates import cost
+from lapa2_interp.runs.estimates import row_tokens_of
 from lapa2_interp.runs.generate import make_cells
 from lapa2_interp.runs.grid import Grid, load_grid
 from lapa2_interp.runs.manifest import BatchRecord, Manifest
@@ -553,8 +553,8 @@ def test_a_bar_moves_inside_a_batch_and_ends_where_the_work_does(
     failing = {(key, 1): Failure(when=made[key, 1].record.created, traceback="no")}
     done = sweep(tmp_path / "run", grids_of(files), Telling(made | failing), lambda _: None)
     assert done.failed == (key,)
-    costs = [cost(planned) for planned in load_run(folder).by_key.values()]
-    left = sum(costs) - costs[0] * 4 // 6 - (costs[3] - costs[3] // 3)
+    row_tokens = [row_tokens_of(planned) for planned in load_run(folder).by_key.values()]
+    left = sum(row_tokens) - row_tokens[0] * 4 // 6 - (row_tokens[3] - row_tokens[3] // 3)
     assert at[-1] == bars[0].n == bars[0].total == left, "4 of 6 texts were there; 2 of 3 failed"
     assert "3/4 cells, 1 failed" in bars[0].postfix
     moves = [after - before for before, after in pairwise(at)]

@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from lapa2_interp._util.errors import ScoringError
+from lapa2_interp._util.errors import Lapa2Error, ScoringError
 from lapa2_interp.scoring.judge import PROMPT, TOKEN_LIMIT_NAMES, Judge
 from lapa2_interp.scoring.judge_answer import parse_ratings
 from lapa2_interp.scoring.registry import ScorerOptions, make_scorer
@@ -416,7 +416,7 @@ def test_a_rating_that_nothing_follows_is_read_though_it_was_cut(server, make, b
     assert make().score([item()]) == [(5.0, 4.0, 3.0)]
 
 
-PRICED = {"concurrency": 1, "input_price": 1.0, "output_price": 1.0, "max_cost": 1.0}
+PRICED = {"concurrency": 1, "prices": (1.0, 1.0), "max_cost": 1.0}
 
 
 def limits(server: Server) -> list[int]:
@@ -477,7 +477,7 @@ def test_the_limit_that_is_printed_is_enough_to_go_on(server, make, needed, pric
         )
 
     server.reply = reply
-    names = {"input_price": prices[0], "output_price": prices[1], "concurrency": 2}
+    names = {"prices": prices, "concurrency": 2}
     rest = {n: item("y" * n) for n in range(20)}
 
     def run(cost: float) -> str:
@@ -673,7 +673,7 @@ def test_a_server_that_refuses_every_format_has_its_reason_repeated(server, make
 
 def test_a_server_that_knows_the_older_name_of_the_limit_alone_is_asked_by_it(server, make):
     server.replies = [Reply("unknown field max_completion_tokens", status=400)] * 3 + [Reply()]
-    judge = make(concurrency=1, input_price=1.0, output_price=1.0, max_cost=1.0)
+    judge = make(concurrency=1, prices=(1.0, 1.0), max_cost=1.0)
     assert judge.score([item("a"), item("b")]) == [(5.0, 4.0, 3.0)] * 2
     named = [[name for name in TOKEN_LIMIT_NAMES if name in body] for body in server.bodies]
     assert named == [["max_completion_tokens"]] * 3 + [["max_tokens"]] * 2
@@ -868,13 +868,13 @@ def test_a_count_of_tokens_that_cannot_be_one_is_no_count(server, make, count):
     answer = json.loads(Reply().encoded())
     answer["usage"] = {"prompt_tokens": count, "completion_tokens": 20}
     server.replies = [Reply(body=answer)]
-    judge = make(input_price=1, output_price=1)
+    judge = make(prices=(1, 1))
     assert judge.score([item()]) == [(5.0, 4.0, 3.0)]
     assert (judge.uncounted, judge.cost) == (1, 0)
 
 
 def test_the_cost_never_passes_its_limit_and_uses_it_up(server, make):
-    judge = make(concurrency=4, input_price=2.5, output_price=10.0, max_cost=0.02)
+    judge = make(concurrency=4, prices=(2.5, 10.0), max_cost=0.02)
     scores = {}
     with pytest.raises(
         ScoringError,
@@ -891,9 +891,7 @@ def test_the_cost_never_passes_its_limit_and_uses_it_up(server, make):
 
 def test_requests_without_an_answer_or_a_count_count_as_dear_as_they_can_be(server, make):
     server.replies = [Reply(tokens=False), Reply(silent=True)]
-    judge = make(
-        attempts=1, timeout=0.5, concurrency=1, input_price=2.5, output_price=10.0, max_cost=1.0
-    )
+    judge = make(attempts=1, timeout=0.5, concurrency=1, prices=(2.5, 10.0), max_cost=1.0)
     with pytest.raises(ScoringError, match=r"no answer within 0\.5 s"):
         judge.score([item("a"), item("b")])
     assert judge.cost == 0
@@ -994,7 +992,7 @@ def test_texts_without_a_number_are_asked_for_again_by_the_next_run(server, make
 
 def test_requests_tokens_and_cost_are_counted_over_every_request(server, make):
     server.replies = [Reply(status=500), Reply("?"), Reply()]
-    judge = make(concurrency=2, input_price=2.5, output_price=10.0)
+    judge = make(concurrency=2, prices=(2.5, 10.0))
     assert judge.usage == "0 requests, 0 input and 0 output tokens, $0.0000"
     judge.score([item("a")])
     judge.score([item(text) for text in "bcdefg"])
@@ -1052,17 +1050,16 @@ def test_the_server_is_the_clients_own_unless_one_is_given(make, monkeypatch):
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"concurrency": 0}, "concurrency is 0"),
-        ({"attempts": 0}, "attempts is 0"),
-        ({"timeout": 0.0}, "timeout is 0"),
-        ({"timeout": float("nan")}, "timeout is nan"),
-        ({"temperature": 2.5}, "temperature is 2.5"),
-        ({"temperature": -1.0}, "temperature is -1"),
-        ({"input_price": 2.5}, "prices are 2.5 for input and None"),
-        ({"input_price": -1.0, "output_price": 1.0}, "prices are -1.0 for input"),
+        ({"concurrency": 0}, "concurrency: .* found 0"),
+        ({"attempts": 0}, "attempts: .* found 0"),
+        ({"timeout": 0.0}, "timeout: .* found 0"),
+        ({"timeout": float("nan")}, "timeout: .* found nan"),
+        ({"temperature": 2.5}, "temperature: .* or equal to 2, found 2.5"),
+        ({"temperature": -1.0}, "temperature: .* found -1"),
+        ({"prices": (-1.0, 1.0)}, "prices: input should be greater .* 0, found -1"),
         ({"max_cost": 1.0}, "limited to 1 US dollars.*judge_prices"),
-        ({"max_cost": -1.0, "input_price": 1, "output_price": 1}, "limited to -1 US dollars"),
-        ({"input_price": float("inf"), "output_price": 1.0}, "prices are inf for input"),
+        ({"max_cost": -1.0, "prices": (1, 1)}, "max_cost: input should .* 0, found -1"),
+        ({"prices": (float("inf"), 1.0)}, "prices: input should be a finite number, found inf"),
         ({"base_url": "http://a b/v1"}, "base_url 'http://a b/v1'"),
         ({"base_url": "localhost:8000"}, "base_url 'localhost:8000'"),
         ({"base_url": "http://localhost:port/v1"}, "base_url 'http://localhost:port/v1'"),
@@ -1071,5 +1068,5 @@ def test_the_server_is_the_clients_own_unless_one_is_given(make, monkeypatch):
     ],
 )
 def test_arguments_out_of_range_are_named(make, settings, words):
-    with pytest.raises(ScoringError, match=words):
+    with pytest.raises(Lapa2Error, match=words):
         make(**settings)

@@ -78,7 +78,7 @@ def test_the_command_derives_a_list(tmp_path, capsys):
         ),
         (
             ["--force", "--n-words", "0"],
-            "--n-words and --min-count must be at least 1, found 0 and 20",
+            "--n-words: input should be greater than or equal to 1, found 0",
         ),
     ):
         assert main(line + more) == 2

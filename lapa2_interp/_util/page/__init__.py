@@ -44,7 +44,7 @@ def page(
     facts: Mapping[str, str],
     details: Sequence[str] = (),
 ) -> str:
-    """The page as one string; it loads nothing from anywhere.
+    """The page as one string; a page loads nothing from anywhere.
 
     Args:
         title, findings: What the run was, and its main findings, a paragraph each.

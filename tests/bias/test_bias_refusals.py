@@ -316,7 +316,6 @@ ROWS = {
 }
 OF_GPT2 = {
     "two prefixes": (("Very positive:", "The lake"), {"soft": 20}, "one prefix, hard or soft"),
-    "soft slots below 0": ((None, "The lake"), {"soft": -1}, "one prefix, hard or soft"),
     "a doubled BOS": (("Very positive:", "The lake"), {"doubled_bos": True}, "doubled_bos"),
     "an empty prefix": (("", "The lake"), {}, "prefix '' tokenises to nothing"),
     "an empty prompt": (("Very positive:", ""), {}, "prompt '' tokenises to nothing"),
@@ -410,3 +409,8 @@ def test_a_span_outside_the_sequence(gpt2_tokenizer):
     layout = Layout.of(gpt2_tokenizer, "Very positive:", "The lake")
     with pytest.raises(LayoutError, match=r"span \[2, 9\) lies outside the sequence of 6 keys"):
         layout.spans(((2, 9),))
+
+
+def test_soft_slots_below_zero(gpt2_tokenizer):
+    with pytest.raises(Lapa2Error, match="soft: .* or equal to 0, found -1"):
+        Layout.of(gpt2_tokenizer, None, "The lake", soft=-1)

@@ -8,7 +8,13 @@ from conftest import load, soft_prefix
 from test_circuits import contrast_set, examples_of
 
 from lapa2_interp import Augmentation, Layout
-from lapa2_interp._util.errors import CircuitError, LayoutError, ModelError, TaskError
+from lapa2_interp._util.errors import (
+    CircuitError,
+    Lapa2Error,
+    LayoutError,
+    ModelError,
+    TaskError,
+)
 from lapa2_interp.circuits.contrast_set import ContrastSet
 from lapa2_interp.circuits.control import control_score
 from lapa2_interp.circuits.edits import Edit, edited_logits
@@ -109,7 +115,8 @@ TEXTS = {
     ),
     "no tokens": (
         lambda: ContrastSet.of(load("planted"), "sentiment", tokens=0),
-        "tokens=0, samples=1",
+        "tokens: input should be greater than or equal to 1, found 0",
+        Lapa2Error,
     ),
     "words of one attribute": (
         lambda: ContrastSet.of_examples(*asked().examples, words={"plus": [3]}),
@@ -233,10 +240,18 @@ CURVES = {
         "a joint curve of .* heads needs sizes below that; found 1",
     ),
     **{
-        f"sizes {sizes}": (lambda sizes=sizes: curve(sizes=sizes), f"at least 1; found {least}")
+        f"sizes {sizes}": (
+            lambda sizes=sizes: curve(sizes=sizes),
+            f"sizes: .* or equal to 1, found {least}",
+            Lapa2Error,
+        )
         for sizes, least in (((0, 1), 0), ((-1, 1), -1), ((1000, -1), -1))
     },
-    "no seeds": (lambda: curve(seeds=0), "at least once for each size; found seeds=0"),
+    "no seeds": (
+        lambda: curve(seeds=0),
+        "seeds: .* or equal to 1, found 0",
+        Lapa2Error,
+    ),
     "a custom metric": (
         lambda: curve("own"),
         "'mine' is a custom function; give it again",
@@ -337,9 +352,9 @@ def recall(n_steps=3, of=None, n=None, **settings):
 
 
 def shallow():
-    whole = estimates()
-    first = {name: getattr(whole, name)[:, :, :1] for name in ("cut_hats", "slopes")}
-    return replace(whole, **first)
+    both = estimates()
+    first = {name: getattr(both, name)[:, :, :1] for name in ("cut_hats", "slopes")}
+    return replace(both, **first)
 
 
 def bare():
@@ -416,7 +431,8 @@ GRADIENTS = {
     ),
     "recall of no heads": (
         lambda: recall(over={"a": [[0, 1]]}, n=0),
-        "at least one head to keep; found n=0",
+        "n: .* or equal to 1, found 0",
+        Lapa2Error,
     ),
     "direct attribution of a TransformersModel": (
         lambda: head_logit_attribution(plain(), examples_of(plain())),
@@ -488,7 +504,11 @@ PATCHES = {
         "unknown slots 'end'; allowed: prefix, bos",
     ),
     "an unknown part": (lambda: patched(parts=("q",)), "unknown part 'q'; allowed: k, v, kv"),
-    "a negative batch": (lambda: patched(batch_size=-1), "batch_size must be at least 1"),
+    "a negative batch": (
+        lambda: patched(batch_size=-1),
+        "batch_size: .* or equal to 1, found -1",
+        Lapa2Error,
+    ),
     "no part": (lambda: patched(parts=()), "no part; allowed"),
     "a KV head that is not there": (
         lambda: patched(together={"x": [(0, 4)]}),
@@ -580,13 +600,15 @@ CHOICES = {
     **{
         f"a goal of {mass}": (
             lambda mass=mass: at_mass(mass),
-            "goal must be a share of attention between 0 and 1",
+            "goal: input should be (less|greater) than [01], found",
+            Lapa2Error,
         )
         for mass in (float("nan"), -0.1, 2)
     },
     "a largest alpha of 0": (
         lambda: at_mass(0.5, max_alpha=0),
-        "max_alpha must be a finite number above 0; found 0",
+        "max_alpha: input should be greater than 0, found 0",
+        Lapa2Error,
     ),
     "no filler": (lambda: fading(filler=()), "fading needs filler lengths above 1"),
     "filler of 0 tokens": (lambda: fading(filler=(0,)), "fading needs filler lengths above 1"),
@@ -608,7 +630,8 @@ CHOICES = {
     ),
     "a negative number of random sets": (
         lambda: fading(random=-1),
-        "random must be 0 sets or more; found -1",
+        "random: .* or equal to 0, found -1",
+        Lapa2Error,
     ),
     "fading of two metrics": (
         lambda: fading(metric=["js", "kl"]),
@@ -617,7 +640,8 @@ CHOICES = {
     "fading of no metric": (lambda: fading(metric={}), "unknown metric 'none'"),
     "fading in batches of 0": (
         lambda: fading(batch_size=0),
-        "batch_size must be at least 1, or None for what fits; found 0",
+        "batch_size: .* or equal to 1, found 0",
+        Lapa2Error,
     ),
     "fading into a folder": (lambda: fading(file="/"), "/ is a folder; give a file"),
     "fading from the raw model": (
@@ -631,7 +655,8 @@ CHOICES = {
     "an unknown score": (lambda: chosen(score="cat"), "unknown score 'cat'; allowed: cut"),
     "a negative number of heads": (
         lambda: chosen(heads=-1),
-        "heads must be at least 1, or 0 for all",
+        "heads: .* or equal to 0, found -1",
+        Lapa2Error,
     ),
     "a file of random heads": (
         lambda: chosen(file="cuts"),
