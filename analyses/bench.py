@@ -54,6 +54,7 @@ from lapa2_interp.generation.loop import decode_batch
 from lapa2_interp.generation.plan import BatchPlan, plan_batches
 from lapa2_interp.generation.resolve import cell_of
 from lapa2_interp.methods.registry import load_task
+from lapa2_interp.models.cache_name import cache_name
 from lapa2_interp.models.card import (
     TransformersModel,
     attach_card,
@@ -296,7 +297,7 @@ def with_transformers(network: Any, plan: BatchPlan, implementation: str) -> Non
     if len(prompts) > 1:
 
         def read(_: int, ids: Tensor, cache: DynamicCache) -> Tensor:
-            return network(ids, past_key_values=cache, logits_to_keep=1).logits
+            return network(ids, logits_to_keep=1, **{cache_name(network): cache}).logits
 
         one_after_another(read, prompts, length)
         return
@@ -314,6 +315,7 @@ def with_transformers(network: Any, plan: BatchPlan, implementation: str) -> Non
 def with_transformer_lens(model: Any, plan: BatchPlan) -> None:
     """TransformerLens, with hooks that add a number to the scores of the prefix."""
     spans, branch = [row[0].prefix for row in plan.arrangement.layouts], 0
+    name = cache_name(model.original_model)
 
     def boost(scores: Tensor, hook: Any) -> Tensor:
         scores[..., spans[branch].start : spans[branch].stop] += ALPHA
@@ -322,7 +324,7 @@ def with_transformer_lens(model: Any, plan: BatchPlan) -> None:
     def read(i: int, ids: Tensor, cache: DynamicCache) -> Tensor:
         nonlocal branch
         branch = i
-        return model(ids, past_key_values=cache, logits_to_keep=1)
+        return model(ids, logits_to_keep=1, **{name: cache})
 
     hooks = [(HOOK_SCORES.format(layer), boost) for layer in range(model.cfg.n_layers)]
     device = next(model.original_model.parameters()).device
