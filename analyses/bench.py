@@ -272,7 +272,7 @@ def planned(
 def prompt_tokens(plan: BatchPlan, device: torch.device) -> list[Tensor]:
     """By branch, the ids that every sample of the one prompt reads first."""
     samples = plan.cell.samples
-    return [torch.tensor([row[0].ids] * samples, device=device) for row in plan.layouts]
+    return [torch.tensor([row[0].ids] * samples, device=device) for row in plan.arrangement.layouts]
 
 
 def one_after_another(
@@ -292,7 +292,7 @@ def one_after_another(
 
 def with_transformers(network: Any, plan: BatchPlan, implementation: str) -> None:
     """Plain transformers."""
-    prompts, length = prompt_tokens(plan, network.device), plan.steps[0]
+    prompts, length = prompt_tokens(plan, network.device), plan.arrangement.steps[0]
     network.set_attn_implementation(implementation)
     if len(prompts) > 1:
 
@@ -314,7 +314,7 @@ def with_transformers(network: Any, plan: BatchPlan, implementation: str) -> Non
 
 def with_transformer_lens(model: Any, plan: BatchPlan) -> None:
     """TransformerLens, with hooks that add a number to the scores of the prefix."""
-    spans, branch = [row[0].prefix for row in plan.layouts], 0
+    spans, branch = [row[0].prefix for row in plan.arrangement.layouts], 0
     name = cache_name(model.original_model)
 
     def boost(scores: Tensor, hook: Any) -> Tensor:
@@ -329,7 +329,7 @@ def with_transformer_lens(model: Any, plan: BatchPlan) -> None:
     hooks = [(HOOK_SCORES.format(layer), boost) for layer in range(model.cfg.n_layers)]
     device = next(model.original_model.parameters()).device
     with model.hooks(fwd_hooks=hooks):
-        one_after_another(read, prompt_tokens(plan, device), plan.steps[0])
+        one_after_another(read, prompt_tokens(plan, device), plan.arrangement.steps[0])
 
 
 def with_our_loop(model: Any, plan: BatchPlan, packing: str, static: bool = False) -> None:
@@ -390,8 +390,8 @@ def read_bytes(network: Any, plan: BatchPlan) -> int:
     embeddings = network.get_input_embeddings().weight
     n = sum(weight.numel() for weight in network.parameters() if weight is not embeddings)
     n += embeddings.numel() * (network.get_output_embeddings().weight is embeddings)
-    live = sum(row[0].n_live for row in plan.layouts) * plan.cell.samples
-    keys = live + plan.rows * (plan.steps[0] // 2)
+    live = sum(row[0].n_live for row in plan.arrangement.layouts) * plan.cell.samples
+    keys = live + plan.rows * (plan.arrangement.steps[0] // 2)
     config = network.config.get_text_config()
     shapes = kv_shapes(config)  # of each layer, or one for all
     layers = config.num_hidden_layers // len(shapes)

@@ -44,7 +44,7 @@ def network():
 
 def plan_layouts(model, rule):
     todo = plan(model, "prefix", load_task("sentiment"), "positive", PROMPTS, rule, 30, 1)
-    return list(todo.layouts[0])
+    return list(todo.arrangement.layouts[0])
 
 
 @pytest.mark.parametrize(
