@@ -192,6 +192,7 @@ def claims(text: str, words: Numbers, root: Path = ROOT) -> list[dict[str, Any]]
             status = f"no test; {verdicts.count('as in the paper')} of {len(cases)} agree"
         result = summary(cases, claim, words) if cases else "no data"
         context = setting(cases, claim, asked, words)
+        circumstances = "; ".join(filter(None, [context, claim.get("further", "")]))
         values = [float(case["here"]) for case in cases]
         scorers = dict.fromkeys(re.findall(r"(?:accuracy|toxicity) \((\w+)", str(cases)))
         printed = claim | {"unit": "as differences", "digits": 1, "sign": True}
@@ -205,7 +206,7 @@ def claims(text: str, words: Numbers, root: Path = ROOT) -> list[dict[str, Any]]
             "found": result,
             "model": claim.get("model", asked["model"]) if cases else "",
             "setting": context,
-            "here": f"{result} ({context})" if context else result,
+            "here": f"{result} ({circumstances})" if circumstances else result,
             "status": status,
             "scorer": ", ".join(scorers),
             "cases": len(cases),
