@@ -77,7 +77,7 @@ def draw(panels: dict[str, pd.DataFrame]) -> Drawing:
                                label=heads if height == 0 else None)  # fmt: skip
         panel.set_yticks(range(len(CHANCE)), list(CHANCE))
         panel.set_xlim(0, 100)
-        panel.set_title(title, fontsize=9)
+        panel.set_title(title, fontsize=8)
         plain_axes(panel, "texts that have the attribute (%, by linear)", "")
     axes[0].invert_yaxis()
     axes[0].plot([], [], color="0.6", lw=1, label="chance")
@@ -96,8 +96,8 @@ if __name__ == "__main__":
     )
     figure = draw(
         {
-            "prefix alone: the bias at equal perplexity": prefix_alone(curves, equal),
-            "Air-Decoding: the bias at fixed alpha": air_decoding(bases),
+            "prefix alone: alpha for 1.25 times the perplexity": prefix_alone(curves, equal),
+            "Air-Decoding: alpha 0.5 (all heads), 0.8 or 1 (24 heads)": air_decoding(bases),
         }
     )
     out = FIGURES / "where"
