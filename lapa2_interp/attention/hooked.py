@@ -49,6 +49,7 @@ from lapa2_interp.models.attention_interface import (
     hook_attention,
 )
 from lapa2_interp.models.blocks import attach_hooks, has_open_block
+from lapa2_interp.models.cache_name import cache_of
 from lapa2_interp.models.card import (
     Attn,
     Model,
@@ -575,7 +576,7 @@ def _check_no_sink(pattern: Float[Tensor, "row head query key"]) -> None:
 
 def _n_cached_keys(kwargs: dict[str, Any]) -> int:
     """The number of keys in the cache that a pass is given, by either library's argument."""
-    if (cache := kwargs.get("past_key_values")) is not None:
+    if (cache := cache_of(kwargs)) is not None:
         return int(cache.get_seq_length())  # some caches count in a tensor that changes later
     hooked = kwargs.get("past_kv_cache")
     return 0 if hooked is None else hooked.previous_attention_mask.shape[1]

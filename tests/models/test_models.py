@@ -552,16 +552,16 @@ def test_sizes_of_configurations(tmp_path):
 
 
 def test_no_dead_model_class_is_recommended(folder, tmp_path):
-    """GPT-J's attention is reached neither through hooks nor through the interface."""
-    from transformers import GPTJConfig, GPTJForCausalLM
+    """GPT-Neo's attention is reached neither through hooks nor through the interface."""
+    from transformers import GPTNeoConfig, GPTNeoForCausalLM
 
-    shutil.copytree(folder, tmp_path / "gptj")
-    config = GPTJConfig(
-        vocab_size=258, n_embd=32, n_layer=2, n_head=4, n_positions=64, rotary_dim=4
+    shutil.copytree(folder, tmp_path / "gpt-neo")
+    config = GPTNeoConfig(
+        vocab_size=258, hidden_size=32, num_layers=2, num_heads=4, attention_types=[[["global"], 2]]
     )
-    GPTJForCausalLM(config).save_pretrained(tmp_path / "gptj")
+    GPTNeoForCausalLM(config).save_pretrained(tmp_path / "gpt-neo")
     for kind in ("TransformerBridge", "TransformersModel"):
         with pytest.raises(DeadHookError) as caught:
-            load_model(tmp_path / "gptj", device="cpu", model_class=kind)
+            load_model(tmp_path / "gpt-neo", device="cpu", model_class=kind)
         assert "--model-class TransformersModel" not in str(caught.value)
         assert "load it as" not in str(caught.value)
