@@ -38,8 +38,6 @@ STATUS = {
     "inconclusive": "undecided",
 }
 """Verdicts of cases, and the status that a claim has by the first of them."""
-AGREE = {"as in the paper": "agree", "against the paper": "disagree", "inconclusive": "open"}
-"""The words for cases without a test."""
 MULTIPLES = "figures/perplexity.csv"
 """Perplexities of whole texts as multiples of that of no bias; verdicts are on differences."""
 COLUMNS = [
@@ -137,9 +135,11 @@ def summary(cases: list[Row], claim: Claim, words: Numbers) -> str:
     """What was found: each case with its number, or the span of numbers and counts of verdicts."""
     verdicts = [case["verdict"] for case in cases]
     if len(cases) > NAMED:
-        named = STATUS if claim.get("tested", True) else AGREE
-        counts = [f"{verdicts.count(n)} {word}" for n, word in named.items() if n in verdicts]
-        return f"{number([case['here'] for case in cases], claim)}: {', '.join(counts)}"
+        span = number([case["here"] for case in cases], claim)
+        if not claim.get("tested", True):  # the status has the count
+            return span
+        counts = [f"{verdicts.count(n)} {word}" for n, word in STATUS.items() if n in verdicts]
+        return f"{span}: {', '.join(counts)}"
     differing = [
         column for column in ("method", "task") if len({case.get(column) for case in cases}) > 1
     ]
@@ -158,8 +158,8 @@ def summary(cases: list[Row], claim: Claim, words: Numbers) -> str:
 
 
 def setting(cases: list[Row], claim: Claim, asked: Claim, words: Numbers) -> str:
-    """Model, if another than that of most claims, tasks, tokens of the texts, kinds of prefix, and
-    what else differs from the paper."""
+    """Model, if another than that of most claims, tasks, tokens of the texts, the kind of prefix
+    if there is only one, and what else differs from the paper."""
     lengths = dict.fromkeys(case["length"] for case in cases if case["length"])
     tasks = dict.fromkeys(words.word("task", case.get("task", "")) for case in cases)
     names = {f"{case.get('method')}, {case.get('task')}" for case in cases}
@@ -170,7 +170,7 @@ def setting(cases: list[Row], claim: Claim, asked: Claim, words: Numbers) -> str
         claim.get("model", ""),
         ", ".join(filter(None, tasks)),
         f"{' or '.join(lengths)} tokens" if lengths else "",
-        f"{', '.join(kinds)} prefixes" if kinds else "",
+        f"{kinds[0]} prefixes" if len(kinds) == 1 else "",
         claim.get("note", ""),
         f"{share}on {' and '.join(dict.fromkeys(later))}" if later else "",
     ]
@@ -192,6 +192,7 @@ def claims(text: str, words: Numbers, root: Path = ROOT) -> list[dict[str, Any]]
             status = f"no test; {verdicts.count('as in the paper')} of {len(cases)} agree"
         result = summary(cases, claim, words) if cases else "no data"
         context = setting(cases, claim, asked, words)
+        circumstances = "; ".join(filter(None, [context, claim.get("further", "")]))
         values = [float(case["here"]) for case in cases]
         scorers = dict.fromkeys(re.findall(r"(?:accuracy|toxicity) \((\w+)", str(cases)))
         printed = claim | {"unit": "as differences", "digits": 1, "sign": True}
@@ -205,7 +206,7 @@ def claims(text: str, words: Numbers, root: Path = ROOT) -> list[dict[str, Any]]
             "found": result,
             "model": claim.get("model", asked["model"]) if cases else "",
             "setting": context,
-            "here": f"{result} ({context})" if context else result,
+            "here": f"{result} ({circumstances})" if circumstances else result,
             "status": status,
             "scorer": ", ".join(scorers),
             "cases": len(cases),
