@@ -50,7 +50,6 @@ from lapa2_interp.models.attention_interface import (
 )
 from lapa2_interp.models.blocks import attach_hooks, has_open_block
 from lapa2_interp.models.card import (
-    Attn,
     Model,
     attention_layers,
     is_bridge,
@@ -61,6 +60,7 @@ from lapa2_interp.models.card import (
     weights_dtype,
 )
 from lapa2_interp.models.liveness import HOOK_PATTERN, HOOK_SCORES
+from lapa2_interp.models.machine import Attn
 from lapa2_interp.models.positions import rows_problem
 from lapa2_interp.models.rotary import refuse_mixed_rotary
 from lapa2_interp.models.span_attention import SpanScores

@@ -33,8 +33,8 @@ from transformers.masking_utils import AttentionMaskInterface, eager_mask
 from lapa2_interp._util.errors import DeadHookError, ModelError, parameter
 from lapa2_interp.bias.layer_types import LayerType, describe_runs
 from lapa2_interp.models.blocks import ATTENTION_NAME, OUTSIDE_ERROR, PassState, open_block
-from lapa2_interp.models.card import Attn, Model, TransformersModel, decoder_size, layer_types
-from lapa2_interp.models.machine import machine_memory
+from lapa2_interp.models.card import Model, TransformersModel, decoder_size, layer_types
+from lapa2_interp.models.machine import Attn, machine_memory
 from lapa2_interp.models.span_attention import SpanScores
 
 FUSED_NAME = f"{ATTENTION_NAME}_fused"
