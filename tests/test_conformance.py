@@ -27,7 +27,7 @@ from transformers import DynamicCache, StaticCache
 
 from lapa2_interp import Augmentation, Layout, augmented, load_model
 from lapa2_interp._util.errors import LayoutError
-from lapa2_interp.attention.cache import check_packing, new_rows
+from lapa2_interp.attention.cache import PROMPT_SCORES, check_packing, new_rows
 from lapa2_interp.attention.recorder import Recorder
 from lapa2_interp.attention.static_rows import WARM_UP, continued
 from lapa2_interp.attention.trace import SUMS
@@ -407,7 +407,7 @@ FORGETS_NOTHING = ("Qwen3-Next", "Qwen3.5", "Bamba", "Falcon-H1", "Granite 4", "
 def kept_turns(subject: Subject, rows: tuple[int, ...]) -> torch.Tensor:
     """Logits of both answers of each row, whose turns stay in the cache, [row and step, vocab]."""
     model, rule = subject.model, subject.rule
-    state, layouts = KeptRows(model, rule, reread_last=False), [subject.layouts[r] for r in rows]
+    state, layouts = KeptRows(model, rule), [subject.layouts[r] for r in rows]
     parts = {row: [] for row in rows}
     for turn in (0, 1):
         answers = [ANSWERS[row][turn] for row in rows]
@@ -538,6 +538,49 @@ def teacher_forced_is_cached(subject: Subject) -> Compared:
     for name in {"l_kv", "in_sight", "type_of_layer", "caps"} & {*decoded.data_vars}:
         np.testing.assert_array_equal(forced[name], decoded[name], err_msg=name)
     return Compared(sums_of(forced), sums_of(decoded), subject.trace_atol)
+
+
+class SizedRecorder(Recorder):
+    """A recorder that knows the largest pattern of a pass."""
+
+    largest = 0
+
+    def observe(self, layer: int, pattern: torch.Tensor, first: int) -> None:
+        self.largest = max(self.largest, pattern.numel())
+        super().observe(layer, pattern, first)
+
+
+@law(is_exact)
+@torch.no_grad()
+def a_prompt_in_pieces_is_the_whole(subject: Subject) -> Compared:
+    """The last logits of padded prompts that are read in pieces of three queries, those of the step
+    after it, and the trace."""
+    model, padded = subject.model, left_pad(subject.layouts)
+    size = model.cfg.n_layers, model.cfg.n_heads
+    of_three = 3 * 2 * model.cfg.n_heads * len(padded[0])
+    logits, traces, largest = [], [], []
+    for scores in (PROMPT_SCORES, of_three):
+        recorder = SizedRecorder(*size, layer_types=layer_types(model))
+        recorder.begin(padded)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("lapa2_interp.attention.cache.PROMPT_SCORES", scores)
+            state = new_rows(model, active_augmentations(subject.rule))
+            with augmented(model, subject.rule, padded, recorder):
+                prompts = state.prompt_pass(padded, subject.prefixes, keep=5)
+                state.expand(torch.arange(2, device=prompts.device), capacity=len(padded[0]) + 1)
+                step = state.read_tokens(TOKENS[:, :1].to(prompts.device))
+        logits.append(torch.cat([prompts, step], dim=1))
+        traces.append(sums_of(recorder.dataset(padded, ("target",), [2, 2])))
+        largest.append(recorder.largest)
+    np.testing.assert_allclose(traces[1], traces[0], atol=subject.trace_atol, rtol=0)
+    if subject.case.rule == POOLED or subject.case.model == "Phi-3":
+        assert largest[1] == largest[0], "read whole"
+    else:
+        assert largest[1] <= of_three < largest[0]
+    exact = 1e-10 if subject.atol == 1e-9 else subject.atol
+    if subject.case.model == "Llama 4":  # rotates and routes in float32
+        exact = 1e-6
+    return Compared(logits[1], logits[0], exact)
 
 
 def sums_of_patterns(patterns: dict[int, torch.Tensor], layout: Layout) -> np.ndarray:

@@ -8,23 +8,27 @@ slot. HookedTransformer concatenates them.
 
 A soft prefix fills the first slots of its rows' cache before anything is read. In rows without a
 soft prefix those slots are masked. `RecomputedRows` has the same interface and no cache.
+
+A long prompt is read in pieces of queries, so that its attention scores fit into memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer
+from transformers.cache_utils import Cache, DynamicLayer
 
 from lapa2_interp._util.errors import LayoutError, ModelError, PrefixError, parameter
-from lapa2_interp.attention.cached_heads import CachedHeads
+from lapa2_interp.attention.cached_heads import SlotLayer, new_cache_layers
+from lapa2_interp.bias.augmentation import Augmentation
 from lapa2_interp.bias.layout import Layout
 from lapa2_interp.bias.padded_rows import PaddedRows
+from lapa2_interp.models.attention_interface import is_fused
 from lapa2_interp.models.blocks import check_cache_grew, check_no_checkpointing
 from lapa2_interp.models.cache_name import cache_name, let_bridges_read
 from lapa2_interp.models.card import (
@@ -33,11 +37,15 @@ from lapa2_interp.models.card import (
     is_bridge,
     network_of,
     plain_network,
+    rotary_limit,
     smallest_window,
     weights_dtype,
 )
 from lapa2_interp.models.rotary import refuse_mixed_rotary
 from lapa2_interp.prefixes.soft_prefix import SoftPrefix
+
+PROMPT_SCORES = 2**28
+"""Attention scores of one layer up to which a prompt is read whole: 1 GiB in float32."""
 
 
 @runtime_checkable
@@ -94,16 +102,21 @@ def _slots_to_keep(
     return (mask.argmax(1, keepdim=True) + token).clamp(min=0), (token >= 0).long()
 
 
-def new_rows(model: Model, reread_last: bool = False) -> BridgeRows | HookedRows | RereadRows:
+def new_rows(
+    model: Model, rules: Iterable[Augmentation] = ()
+) -> BridgeRows | HookedRows | RereadRows:
     """A new decode state for a model of either class.
 
     Args:
-        reread_last: Needed by augmentations of phase "predicting_only": read one token at a time,
-            and read it again when it is no longer the last, so that the cache holds unaugmented
-            keys and values.
+        rules: The augmentations of the coming passes. Under phase "predicting_only" each token is
+            read again when it is no longer the last, so that the cache holds unaugmented keys and
+            values. A long prompt is read in pieces, except under a pooled law, which needs all
+            queries of a pass.
     """
-    rows = BridgeRows(model) if is_bridge(model) else HookedRows(model)
-    return RereadRows(rows) if reread_last else rows
+    rules = list(rules)
+    in_pieces = not any(rule.pooled for rule in rules)
+    rows = BridgeRows(model, in_pieces) if is_bridge(model) else HookedRows(model, in_pieces)
+    return RereadRows(rows) if any(rule.phase == "predicting_only" for rule in rules) else rows
 
 
 def prompt_log_likelihood(
@@ -236,89 +249,6 @@ def soft_inputs(
     }
 
 
-class SlotLayer(CacheLayerMixin):
-    """Keys and values of one layer in a buffer that is written in place and read as a view.
-
-    Args:
-        shared: Give the model views whose repetition costs nothing (`CachedHeads`).
-    """
-
-    is_sliding = False
-
-    def __init__(self, capacity: int, shared: bool) -> None:
-        super().__init__()
-        self.capacity, self.shared = capacity, shared
-        self.used = 0
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        self.keys = key_states.new_empty(
-            (*key_states.shape[:2], self.capacity, key_states.shape[3])
-        )
-        self.values = value_states.new_empty(
-            (*value_states.shape[:2], self.capacity, value_states.shape[3])
-        )
-        self.is_initialized = True
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-        elif self.keys.device != key_states.device:
-            # A soft prefix was stored before the layer's device was known.
-            self.keys, self.values = (
-                self.keys.to(key_states.device),
-                self.values.to(key_states.device),
-            )
-        end = self.used + key_states.shape[-2]
-        self.keys[:, :, self.used : end] = key_states
-        self.values[:, :, self.used : end] = value_states
-        self.used = end
-        keys, values = self.keys[:, :, :end], self.values[:, :, :end]
-        return (CachedHeads.of(keys), CachedHeads.of(values)) if self.shared else (keys, values)
-
-    def expand(self, index: Int[Tensor, " expanded"], capacity: int) -> SlotLayer:
-        wider = SlotLayer(capacity, self.shared)
-        index = index.to(self.keys.device)
-        wider.update(self.keys[index, :, : self.used], self.values[index, :, : self.used])
-        return wider
-
-    def pack(self, slots: Int[Tensor, "row kept"], capacity: int) -> SlotLayer:
-        packed, slots = SlotLayer(capacity, self.shared), slots.to(self.keys.device)
-        row = torch.arange(len(slots), device=slots.device)[:, None]
-        # row kept kv_head d_head -> row kv_head kept d_head
-        packed.update(*(x[row, :, slots].transpose(1, 2) for x in (self.keys, self.values)))
-        return packed
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.used + query_length, 0
-
-    def get_seq_length(self) -> int:
-        return self.used
-
-    def get_max_length(self) -> int:
-        return self.capacity
-
-    get_max_cache_shape = get_max_length  # its name in the first versions of transformers 5
-
-
-def new_cache_layers(model: Model, make_layer: Callable[[], CacheLayerMixin]) -> list[Any]:
-    """The layers of a new cache: those of `make_layer` where a layer of the model caches keys and
-    values and nothing else.
-
-    Layers without own keys (recurrent layers, and those that share another layer's) have the cache
-    layer of transformers.
-    """
-    network: Any = network_of(model)
-    layers = DynamicCache(config=network.config.get_text_config()).layers
-    return [
-        make_layer()
-        if isinstance(layer, DynamicLayer) and not hasattr(layer, "conv_states")
-        else layer
-        for layer in layers
-    ]
-
-
 def check_window(model: Model, layouts: Sequence[Layout], used: int) -> None:
     """Refuse rows with padding between soft slots and text if a sliding window would count it.
 
@@ -339,12 +269,32 @@ def check_window(model: Model, layouts: Sequence[Layout], used: int) -> None:
         )
 
 
-class BridgeRows:
-    """Rows of a TransformerBridge."""
+class _CachedRows:
+    """Rows with a cache.
 
-    def __init__(self, model: Model) -> None:
-        self.model = model
+    Args:
+        in_pieces: Read a long prompt in pieces of queries. Without it, edits of a pass meet all
+            tokens of the prompt at once.
+    """
+
+    def __init__(self, model: Model, in_pieces: bool = False) -> None:
+        self.model, self.in_pieces = model, in_pieces
         self.layouts: Sequence[Layout] = ()
+
+    def _pieces(self, ids: Int[Tensor, "row query"], n_keys: int) -> list[slice]:
+        """The queries of a prompt in pieces of at most `PROMPT_SCORES` scores; in one piece also if
+        no matrix is formed, or the rotary factors depend on the length of a pass."""
+        config = getattr(network_of(self.model), "config", None)
+        has_switch = config is not None and rotary_limit(config) is not None
+        n_rows, n_queries = ids.shape
+        size = n_queries
+        if self.in_pieces and not has_switch and not is_fused(self.model, n_queries, n_keys):
+            size = max(1, PROMPT_SCORES // (n_rows * self.model.cfg.n_heads * n_keys))
+        return [slice(first, first + size) for first in range(0, n_queries, size)]
+
+
+class BridgeRows(_CachedRows):
+    """Rows of a TransformerBridge or a `TransformersModel`."""
 
     def _forward(
         self, ids: Tensor, positions: Tensor, keep: int = 1
@@ -373,7 +323,11 @@ class BridgeRows:
         self.layouts, self.mask = rows.layouts, rows.mask
         self.positions = rows.positions[:, -1:] + 1
         self._open(self.layouts, prefixes)
-        return self._forward(rows.ids, rows.positions, keep)
+        logits = [
+            self._forward(rows.ids[:, piece], rows.positions[:, piece], keep)
+            for piece in self._pieces(rows.ids, self.mask.shape[1])
+        ]
+        return torch.cat(logits, dim=1)[:, -keep:]
 
     def start_after_prefix(
         self, layouts: Sequence[Layout], prefixes: Sequence[SoftPrefix | None]
@@ -442,12 +396,9 @@ class BridgeRows:
         self.positions = self.positions - n
 
 
-class HookedRows:
+class HookedRows(_CachedRows):
     """Rows of a HookedTransformer, which derives positions from its own cache and mask: soft slots
     always shift them."""
-
-    def __init__(self, model: Model) -> None:
-        self.model = model
 
     def prompt_pass(
         self,
@@ -482,7 +433,13 @@ class HookedRows:
                 entry.past_keys, entry.past_values = keys, values
             self.cache.previous_attention_mask = mask[:, :n_slots]
             mask = mask[:, n_slots:]
-        return self.model(ids, attention_mask=mask, past_kv_cache=self.cache)[:, -keep:]
+        logits = [
+            self.model(ids[:, piece], attention_mask=mask[:, piece], past_kv_cache=self.cache)[
+                :, -keep:
+            ]
+            for piece in self._pieces(ids, len(layouts[0]))
+        ]
+        return torch.cat(logits, dim=1)[:, -keep:]
 
     def expand(self, index: Int[Tensor, " expanded"], capacity: int) -> None:
         for entry in self.cache.entries:

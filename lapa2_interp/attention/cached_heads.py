@@ -1,18 +1,23 @@
-"""Products with cached keys and values without copies for grouped-query attention.
+"""The cached keys and values of a layer, and products with them without copies.
 
-Where query heads share a key-value head, transformers' `repeat_kv` copies every cached slot, in
-every layer at every step. At 130 keys that is a third of a step's time.
+A layer's keys and values lie in one buffer, token by token (`SlotLayer`). Where query heads share a
+key-value head, transformers' `repeat_kv` copies every cached slot, in every layer at every step. At
+130 keys that is a third of a step's time; views (`CachedHeads`) avoid it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from jaxtyping import Int
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
+from transformers.cache_utils import CacheLayerMixin, DynamicCache, DynamicLayer
 
 from lapa2_interp.models.attention_interface import shared_product
+from lapa2_interp.models.card import Model, network_of
 
 _SHAPE = Tensor.shape.__get__  # type: ignore[attr-defined]
 
@@ -63,3 +68,86 @@ class CachedHeads(Tensor):
     def _copied(self) -> Tensor:
         plain = self.as_subclass(Tensor)
         return plain if self.repeats == 1 else plain.repeat_interleave(self.repeats, dim=1)
+
+
+class SlotLayer(CacheLayerMixin):
+    """Keys and values of one layer in a buffer that is written in place and read as a view.
+
+    Args:
+        shared: Give the model views whose repetition costs nothing (`CachedHeads`).
+    """
+
+    is_sliding = False
+
+    def __init__(self, capacity: int, shared: bool) -> None:
+        super().__init__()
+        self.capacity, self.shared = capacity, shared
+        self.used = 0
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self.keys = key_states.new_empty(
+            (*key_states.shape[:2], self.capacity, key_states.shape[3])
+        )
+        self.values = value_states.new_empty(
+            (*value_states.shape[:2], self.capacity, value_states.shape[3])
+        )
+        self.is_initialized = True
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        elif self.keys.device != key_states.device:
+            # A soft prefix was stored before the layer's device was known.
+            self.keys, self.values = (
+                self.keys.to(key_states.device),
+                self.values.to(key_states.device),
+            )
+        end = self.used + key_states.shape[-2]
+        self.keys[:, :, self.used : end] = key_states
+        self.values[:, :, self.used : end] = value_states
+        self.used = end
+        keys, values = self.keys[:, :, :end], self.values[:, :, :end]
+        return (CachedHeads.of(keys), CachedHeads.of(values)) if self.shared else (keys, values)
+
+    def expand(self, index: Int[Tensor, " expanded"], capacity: int) -> SlotLayer:
+        wider = SlotLayer(capacity, self.shared)
+        index = index.to(self.keys.device)
+        wider.update(self.keys[index, :, : self.used], self.values[index, :, : self.used])
+        return wider
+
+    def pack(self, slots: Int[Tensor, "row kept"], capacity: int) -> SlotLayer:
+        packed, slots = SlotLayer(capacity, self.shared), slots.to(self.keys.device)
+        row = torch.arange(len(slots), device=slots.device)[:, None]
+        # row kept kv_head d_head -> row kv_head kept d_head
+        packed.update(*(x[row, :, slots].transpose(1, 2) for x in (self.keys, self.values)))
+        return packed
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.used + query_length, 0
+
+    def get_seq_length(self) -> int:
+        return self.used
+
+    def get_max_length(self) -> int:
+        return self.capacity
+
+    get_max_cache_shape = get_max_length  # its name in the first versions of transformers 5
+
+
+def new_cache_layers(model: Model, make_layer: Callable[[], CacheLayerMixin]) -> list[Any]:
+    """The layers of a new cache: those of `make_layer` where a layer of the model caches keys and
+    values and nothing else.
+
+    Layers without own keys (recurrent layers, and those that share another layer's) have the cache
+    layer of transformers.
+    """
+    network: Any = network_of(model)
+    layers = DynamicCache(config=network.config.get_text_config()).layers
+    return [
+        make_layer()
+        if isinstance(layer, DynamicLayer) and not hasattr(layer, "conv_states")
+        else layer
+        for layer in layers
+    ]

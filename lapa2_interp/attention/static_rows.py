@@ -39,7 +39,8 @@ from transformers.cache_utils import Cache
 
 from lapa2_interp._util.errors import ModelError
 from lapa2_interp.attention.batch_bias import BatchBias
-from lapa2_interp.attention.cache import BridgeRows, Rows, SlotLayer, check_window
+from lapa2_interp.attention.cache import BridgeRows, Rows, check_window
+from lapa2_interp.attention.cached_heads import SlotLayer
 from lapa2_interp.attention.hooked import augmented
 from lapa2_interp.attention.recorder import Recorder
 from lapa2_interp.bias.augmentation import AugmentationLike, active_augmentations

@@ -19,7 +19,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from lapa2_interp.attention.cache import BridgeRows, SlotLayer
+from lapa2_interp.attention.cache import BridgeRows
+from lapa2_interp.attention.cached_heads import SlotLayer
 from lapa2_interp.models.card import Model
 
 KEPT_BYTES = 2**28

@@ -20,6 +20,7 @@ from lapa2_interp.cli.options import (
     columns,
     given_settings,
 )
+from lapa2_interp.models.machine import Attn
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -36,6 +37,7 @@ def generate(
     augmentation: AugmentationOptions = AugmentationOptions(),
     device: Annotated[str | None, Parameter(group=COMPUTING)] = None,
     pack: Annotated[Literal["auto", "on", "off"], Parameter(group=COMPUTING)] = "auto",
+    attn: Annotated[Attn, Parameter(group=COMPUTING)] = "auto",
     trust_remote_code: Annotated[bool, Parameter(group=COMPUTING)] = False,
     yes: bool = False,
     force: bool = False,
@@ -56,6 +58,8 @@ def generate(
             again: auto where it fits, on, or off. Prepacking may change the last bits of a logit,
                 and so a
             text.
+        attn: Of a TransformersModel: fused reads prompts without the matrix of attention scores,
+            matrix forms it, auto decides by their size.
         trust_remote_code: Run code that comes with the model.
         yes: Start also what reads over 10^11 tokens, or needs more memory than there is.
         force: Replace a finished run.
@@ -88,6 +92,7 @@ def generate(
             device=device,
             trust_remote_code=trust_remote_code,
             pack=pack,
+            attn=attn,
             announce=announce,
             yes=yes,
         )

@@ -13,7 +13,7 @@ from cyclopts import Group, Parameter
 from lapa2_interp._util.errors import Lapa2Error, MethodError, ScoringError
 from lapa2_interp._util.values import read_fields, read_value
 from lapa2_interp.generation.settings import CellSettings
-from lapa2_interp.models.machine import DtypeOrAuto, ModelClass
+from lapa2_interp.models.machine import Attn, DtypeOrAuto, ModelClass
 
 if TYPE_CHECKING:
     from lapa2_interp.bias.augmentation import Augmentation
@@ -117,6 +117,9 @@ class ModelOptions:
     model_class: ModelClass = "TransformerBridge"
     """HookedTransformer needs transformer-lens 3.9; TransformersModel works without hooks, through
     transformers' attention interface."""
+    attn: Attn = "auto"
+    """Of a TransformersModel: fused reads passes of several tokens without the matrix of attention
+    scores, matrix forms it, auto decides by their size."""
     trust_remote_code: bool = False
     """Run code that comes with the model."""
 

@@ -108,7 +108,7 @@ def _decode(
         size = model.cfg.n_layers, model.cfg.n_heads
         recorder = Recorder(*size, kind, plan.cell.patterns, layer_types(model))
     if rows is None:
-        rows = new_rows(model, plan.rereads_last)
+        rows = new_rows(model, plan.rules)
     drawn = list(_decode_steps(model, plan, batch, ending, recorder, rows, bar))
     table = _samples_table(model, plan, batch, torch.stack(drawn, dim=1), ending)  # sample step
     if recorder is None:

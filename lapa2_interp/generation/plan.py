@@ -19,7 +19,7 @@ from tqdm import tqdm
 from lapa2_interp._util.errors import MethodError, ModelError
 from lapa2_interp._util.progress import progress_bar
 from lapa2_interp.attention.cache import Rows, check_packing
-from lapa2_interp.bias.augmentation import active_augmentations
+from lapa2_interp.bias.augmentation import Augmentation, active_augmentations
 from lapa2_interp.bias.layout import Layout, left_pad
 from lapa2_interp.generation.arrange import Arrangement, arrange, chat_stream
 from lapa2_interp.generation.cell import Cell
@@ -170,14 +170,13 @@ class BatchPlan:
         return uniform
 
     @property
-    def rereads_last(self) -> bool:
-        """True if rows read their last token again (`cache.RereadRows`)."""
-        rules = (
+    def rules(self) -> list[Augmentation]:
+        """The augmentations of all branches that act."""
+        return [
             rule
             for branch in self.arrangement.augmentations
             for rule in active_augmentations(branch)
-        )
-        return any(rule.phase == "predicting_only" for rule in rules)
+        ]
 
     @property
     def prefix_names(self) -> dict[str, str | SoftPrefixName | None]:

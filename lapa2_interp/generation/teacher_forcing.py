@@ -222,9 +222,7 @@ def _read(
     tokens = torch.tensor(even, device=model.cfg.device, dtype=torch.long)
     recorder = Recorder(model.cfg.n_layers, model.cfg.n_heads, trace, patterns, layer_types(model))
     recorder.begin(padded)
-    cached_rows = new_rows(
-        model, reread_last=any(rule.phase == "predicting_only" for rule in active)
-    )
+    cached_rows = new_rows(model, active)
     with (
         decided_path(model, tokens.shape[1], width) as fused,
         augmented(model, batch.augmentations, padded, recorder),

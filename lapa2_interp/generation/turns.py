@@ -37,7 +37,7 @@ from lapa2_interp._util.errors import LayoutError, parameter
 from lapa2_interp.attention.cache import new_rows
 from lapa2_interp.attention.hooked import augmented
 from lapa2_interp.attention.trace import concat_traces, join_traces
-from lapa2_interp.bias.augmentation import Augmentations
+from lapa2_interp.bias.augmentation import Augmentations, active_augmentations
 from lapa2_interp.bias.layout import Layout
 from lapa2_interp.generation.arrange import chat_layout, ids_between_answers
 from lapa2_interp.generation.plan import BatchPlan, DecodedBatch, DecodeLoop
@@ -71,7 +71,7 @@ def decode_turns(
     batch = plan.assemble_batch(pairs)
     rows, follows = None, []
     if plan.cell.keeps_turns:
-        rows = KeptRows(model, plan.arrangement.augmentations[0], plan.rereads_last)
+        rows = KeptRows(model, plan.arrangement.augmentations[0])
         follows = [ids_between_answers(model.tokenizer, chat) for chat in chats]
     tables: list[pd.DataFrame] = []
     traces = []
@@ -156,12 +156,11 @@ class KeptRows:
 
     Args:
         augmentation: That of the rows.
-        reread_last: As in `cache.new_rows`.
     """
 
-    def __init__(self, model: Model, augmentation: Augmentations, reread_last: bool) -> None:
+    def __init__(self, model: Model, augmentation: Augmentations) -> None:
         self.model, self.augmentation = model, augmentation
-        self.rows = new_rows(model, reread_last)
+        self.rows = new_rows(model, active_augmentations(augmentation))
         self.has_read = False
 
     def go_on(self, turns: Sequence[NextTurn]) -> list[Layout]:

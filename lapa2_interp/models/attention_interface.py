@@ -34,8 +34,8 @@ from lapa2_interp._util.errors import DeadHookError, ModelError, parameter
 from lapa2_interp.bias.layer_types import LayerType, describe_runs
 from lapa2_interp.models.blocks import ATTENTION_NAME, OUTSIDE_ERROR, PassState, open_block
 from lapa2_interp.models.cache_name import cache_of
-from lapa2_interp.models.card import Attn, Model, TransformersModel, decoder_size, layer_types
-from lapa2_interp.models.machine import machine_memory
+from lapa2_interp.models.card import Model, TransformersModel, decoder_size, layer_types
+from lapa2_interp.models.machine import Attn, machine_memory
 from lapa2_interp.models.span_attention import SpanScores
 
 FUSED_NAME = f"{ATTENTION_NAME}_fused"
@@ -130,6 +130,14 @@ def path_of_pass(attn: Attn, n_queries: int, n_keys: int, device_type: str) -> s
     return FUSED
 
 
+def is_fused(model: Model, n_queries: int, n_keys: int) -> bool:
+    """True if a model reads a pass of this size without the matrix, as far as size decides."""
+    if not isinstance(model, TransformersModel) or n_queries == 1:
+        return False
+    device = torch.device(model.cfg.device).type
+    return path_of_pass(model.attn, n_queries, n_keys, device) == FUSED
+
+
 @contextmanager
 def decided_path(model: Model, n_queries: int, n_keys: int) -> Iterator[bool]:
     """Decide `attn="auto"` of a model, inside the block, by its largest pass of several queries, so
@@ -137,8 +145,7 @@ def decided_path(model: Model, n_queries: int, n_keys: int) -> Iterator[bool]:
     if not isinstance(model, TransformersModel):
         yield False
         return
-    before, device = model.attn, torch.device(model.cfg.device).type
-    fused = n_queries > 1 and path_of_pass(before, n_queries, n_keys, device) == FUSED
+    before, fused = model.attn, is_fused(model, n_queries, n_keys)
     try:
         model.paths.clear()
         model.attn = "fused" if fused else "matrix"

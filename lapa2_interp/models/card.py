@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
-from typing import TYPE_CHECKING, Any, Literal, cast, get_args
+from typing import TYPE_CHECKING, Any, cast, get_args
 
 import torch
 from pydantic import BaseModel, ConfigDict
@@ -24,6 +24,7 @@ from lapa2_interp.models.fingerprint import (
     plain_tensors,
 )
 from lapa2_interp.models.fused import check_fused_weights, fused_weights
+from lapa2_interp.models.machine import Attn
 from lapa2_interp.models.prepacked import (
     Prepacking,
     can_prepack_layers,
@@ -38,8 +39,6 @@ if TYPE_CHECKING:
 
 Model = Any
 """A TransformerBridge, a HookedTransformer (of transformer-lens 3.9), or a `TransformersModel`."""
-
-Attn = Literal["auto", "matrix", "fused"]
 
 
 class TransformersModel:

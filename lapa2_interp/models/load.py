@@ -150,8 +150,9 @@ def load_model(
         raise ModelError(unknown_choice("model class", model_class, wrap))
     if attn == "fused" and model_class != "TransformersModel":
         raise ModelError(
-            f"a {model_class} has hooks on the matrix of scores, so attn is auto or matrix; give"
-            f" {parameter('model_class', 'TransformersModel')} for attn fused"
+            f"a {model_class} has hooks on the matrix of scores, so {parameter('attn')} is auto or"
+            f" matrix; give {parameter('model_class', 'TransformersModel')} for"
+            f" {parameter('attn', 'fused')}"
         )
     if not isinstance(name, str | Path):
         raise ModelError(

@@ -28,6 +28,7 @@ Dtype = Literal["float32", "bfloat16", "float16", "float64"]
 AUTO_DTYPE = "auto"
 DtypeOrAuto = Literal["auto", Dtype]
 ModelClass = Literal["TransformerBridge", "HookedTransformer", "TransformersModel"]
+Attn = Literal["auto", "matrix", "fused"]
 ISA_VARIABLES = (
     "ONEDNN_MAX_CPU_ISA",
     "DNNL_MAX_CPU_ISA",

@@ -43,6 +43,7 @@ def probe_model(
     device: str | None = None,
     model_class: str = "TransformerBridge",
     trust_remote_code: bool = False,
+    attn: str = "auto",
 ) -> ProbeResult:
     """Load a model as `load_model` does, and probe it.
 
@@ -50,7 +51,7 @@ def probe_model(
         ModelError: It cannot be loaded.
         DeadHookError: Its attention ignores edits of the scores.
     """
-    loaded = load_model(name, dtype, device, model_class, trust_remote_code)
+    loaded = load_model(name, dtype, device, model_class, trust_remote_code, attn=attn)
     card = model_card(loaded)
     plain, tokenizer, _ = load_transformers(name, dtype, trust_remote_code)
     start = text_markers(tokenizer).start

@@ -22,7 +22,7 @@ import pandas as pd
 from pydantic import Field
 
 from lapa2_interp._util import plots
-from lapa2_interp._util.errors import DataError, TraceError, parameter
+from lapa2_interp._util.errors import DataError, DeadHookError, TraceError, parameter
 from lapa2_interp._util.files import refuse_foreign_files, result_folder, write_json, write_netcdf
 from lapa2_interp._util.page import Section, page
 from lapa2_interp._util.parsing import parse_json, read_text
@@ -207,9 +207,8 @@ def run_proposition_study(
             traces["forced"] = thin(forced)
         # 4. Long texts from the file.
         if text is not None and branch is not None:
-            if long_dtype != dtype:
-                del loaded
-                loaded = load_model(model, dtype=long_dtype, device=device)
+            del loaded
+            loaded = _load_long_reader(model, long_dtype, device)
             rules = {alpha: Augmentation(alpha=alpha) for alpha in long_alphas}
             read = _read_under(loaded, branch, long_ids, {0.0: None, **rules}, "reading long texts")
             stacked = stack_alphas(read)
@@ -326,6 +325,15 @@ def _same_texts(model: Model, run: Run, rules: Mapping[float, Augmentation]) -> 
     texts = samples["tokens"].tolist()
     read = _read_under(model, layouts, texts, rules, "reading the same texts")
     return stack_alphas({0.0: base, **read})
+
+
+def _load_long_reader(name: str, dtype: str, device: str | None) -> Model:
+    """A model that reads long texts without the matrix of scores; one with hooks where
+    transformers' attention interface does not reach the attention."""
+    try:
+        return load_model(name, dtype, device, model_class="TransformersModel")
+    except DeadHookError:
+        return load_model(name, dtype, device)
 
 
 def _read_under(

@@ -85,6 +85,7 @@ def generate(
     device: str | None = None,
     trust_remote_code: bool = False,
     pack: str = "auto",
+    attn: str = "auto",
     announce: Callable[[Model, Sequence[BatchPlan]], None] | None = None,
     yes: bool = False,
 ) -> Run:
@@ -137,7 +138,7 @@ def generate(
         device: Device of a model given by name: cpu, cuda, cuda:1; CUDA when there is one, by
             default.
         trust_remote_code: Run code that comes with a model given by name.
-        pack: As in `load_model`, of a model given by name.
+        pack, attn: As in `load_model`, of a model given by name.
         announce: Called with the model and the plans after all checks, before the first token.
         yes: Start also what reads over 10^11 tokens, or needs more memory than there is.
 
@@ -161,7 +162,9 @@ def generate(
     cells = cells_of(fields, device=device)
     if isinstance(model, str | Path):
         first = cells[0]
-        model = load_model(model, first.dtype, device, first.model_class, trust_remote_code, pack)
+        model = load_model(
+            model, first.dtype, device, first.model_class, trust_remote_code, pack, attn=attn
+        )
     # Least time and memory, before the plans, which have an entry for every text: texts and traces
     # are kept in memory.
     row_tokens = sum(map(row_tokens_of, cells))

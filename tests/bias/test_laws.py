@@ -152,14 +152,28 @@ def test_without_hooks_the_same(tiny, law):
 
 def decoded(model, rows, rules, recompute=False):
     """Logits of every step of cached decoding over the given tokens."""
-    reread_last = any(rule.phase == "predicting_only" for rule in rules)
-    state = RecomputedRows(model) if recompute else new_rows(model, reread_last=reread_last)
+    state = RecomputedRows(model) if recompute else new_rows(model, rules)
     with torch.no_grad(), augmented(model, [(*rules,)] * len(rows), rows):
         logits = [state.prompt_pass(rows)[:, -1]]
         state.expand(torch.arange(len(rows)), capacity=len(rows[0]) + len(GENERATED))
         for token in GENERATED:
             logits.append(state.read_tokens(torch.full((len(rows), 1), token))[:, -1])
     return torch.stack(logits, dim=1)
+
+
+@pytest.mark.parametrize("phase", ["last_query", "predicting_only", "after_span"])
+@pytest.mark.parametrize("queries", [1, 4])
+def test_what_acts_on_the_last_query_acts_in_the_last_piece(
+    tiny, model_class, phase, queries, monkeypatch
+):
+    model = load(tiny, "float64", model_class)
+    rules = [Augmentation(**{**LAWS["target"], "phase": phase})]
+    rows = left_pad([branch(model), branch(model, "a bcd efg:", "longer prompt")])
+    at_once = decoded(model, rows, rules)
+    scores = queries * len(rows) * model.cfg.n_heads * len(rows[0])
+    monkeypatch.setattr("lapa2_interp.attention.cache.PROMPT_SCORES", scores)
+    atol = 1e-5 if model_class == "HookedTransformer" else 1e-10  # it rotates in float32
+    assert (decoded(model, rows, rules) - at_once).abs().max() < atol
 
 
 @pytest.mark.parametrize("law", LAWS)

@@ -54,6 +54,22 @@ def test_generation_from_the_shell_is_reproducible(made, tmp_path):
     assert one["text"].tolist() == two["text"].tolist()
 
 
+def test_the_way_of_attention_is_an_option_and_no_part_of_a_key(tmp_path, capsys):
+    keys = []
+    for attn in ("matrix", "fused"):
+        options = f"--model-class TransformersModel --attn {attn}"
+        assert lapa2(f"{GENERATE} {options}", "--out", tmp_path / attn) == 0
+        run = load_run(tmp_path / attn)
+        assert run.manifest().model.attn == attn
+        keys.append(list(run.by_key))
+    assert keys[0] == keys[1]
+    assert lapa2("probe tiny-gpt2 --model-class TransformersModel --attn fused") == 0
+    capsys.readouterr()
+    assert lapa2(f"{GENERATE} --attn fused", "--out", tmp_path / "hooks") == 2
+    assert "give --model-class TransformersModel for --attn fused" in capsys.readouterr().err
+    assert not (tmp_path / "hooks").exists()
+
+
 def test_the_methods_alpha_is_the_default_and_zero_is_the_baseline(made, tmp_path):
     assert load_run(made).manifest().cell.arm == "alpha 0.5 paper"
     for flags, arm in (("--alpha 0", "baseline"), ("--method negprompt", "alpha 1 paper")):

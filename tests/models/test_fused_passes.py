@@ -4,7 +4,7 @@ what says so, and that their numbers are those of the matrix and of transformers
 import numpy as np
 import pytest
 import torch
-from conftest import cell_of, load
+from conftest import cell_of, load, soft_prefix
 from families import save_family
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -12,10 +12,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, StaticCache
 
 from lapa2_interp import Augmentation, Layout, augmented, load_model
 from lapa2_interp._util.errors import DeadHookError, ModelError
+from lapa2_interp.attention.cache import new_rows
 from lapa2_interp.attention.recorder import Recorder
 from lapa2_interp.bias.layer_types import LayerType
+from lapa2_interp.bias.layout import left_pad
 from lapa2_interp.bias.padded_rows import PaddedRows
 from lapa2_interp.generation.plan import plan_batches
+from lapa2_interp.generation.teacher_forcing import teacher_forced
 from lapa2_interp.methods import load_task
 from lapa2_interp.models.attention_interface import (
     AUTO_SCORES,
@@ -26,6 +29,7 @@ from lapa2_interp.models.attention_interface import (
 )
 from lapa2_interp.models.cache_name import cache_name
 from lapa2_interp.models.card import TransformersModel
+from lapa2_interp.paper.propositions import exponent_table, stack_alphas
 from lapa2_interp.runs.method_context import ModelContext
 from lapa2_interp.runs.worker import make_batch
 
@@ -109,6 +113,57 @@ def test_unknown_paths_and_hooks_are_refused():
         load_model("tiny-llama", attn="fast", model_class=PLAIN)
     with pytest.raises(ModelError, match="TransformerBridge has hooks on the matrix"):
         load_model("tiny-llama", attn="fused")
+
+
+def propositions(model, layout):
+    """The exponents of attention on the prefix."""
+    rules = {0.0: None, 0.5: Augmentation(alpha=0.5)}
+    texts = [TEXT[0].tolist()] * 2
+    traces = {alpha: teacher_forced(model, layout, texts, rule) for alpha, rule in rules.items()}
+    return exponent_table(stack_alphas(traces))["mean"]
+
+
+def perplexity(model, layout):
+    """Of a text under the bias."""
+    with augmented(model, RULE, layout):
+        log_probs = model(ids_of(layout))[0, -TEXT.shape[1] - 1 : -1].log_softmax(1)
+    return (-log_probs.gather(1, TEXT.T).mean()).exp()
+
+
+def knock_outs(model, layout):
+    """The largest change of a logit, without each token of the prefix."""
+    plain, changes = read(model, model.attn, None)[0], []
+    for slot in range(layout.prefix.start, layout.prefix.stop):
+        rule = Augmentation(law="cut", alpha=1, span=((slot, slot + 1),), phase="after_span")
+        changes.append((read(model, model.attn, rule)[0] - plain).abs().max())
+    return torch.stack(changes)
+
+
+def soft_prefixes(model, _layout):
+    """The last logits of padded prompts behind soft prefixes of unequal length."""
+    prefixes = [soft_prefix(model, slots=5), soft_prefix(model, slots=3, seed=1)]
+    prompts = "The lake" * 5, "A book is on the"
+    layouts = left_pad(
+        [
+            Layout.of(model.tokenizer, None, prompt, soft=len(prefix))
+            for prompt, prefix in zip(prompts, prefixes, strict=True)
+        ]
+    )
+    with augmented(model, RULE, layouts):
+        return new_rows(model).prompt_pass(layouts, prefixes)
+
+
+@pytest.mark.parametrize("use", [propositions, perplexity, knock_outs, soft_prefixes])
+@torch.no_grad()
+def test_each_use_has_the_same_numbers(model, use):
+    values = []
+    for attn in ("matrix", "fused"):
+        model.attn = attn
+        values.append(np.asarray(use(model, layout_of(model))))
+        assert {*model.paths.values()} == {FUSED if attn == "fused" else "attn is matrix"}
+    assert np.isfinite(values[0]).all()
+    # Traces are stored in float32.
+    np.testing.assert_allclose(*values, atol=1e-5 if use is propositions else 1e-10, rtol=0)
 
 
 class Watcher:

@@ -6,15 +6,19 @@ import numpy as np
 import pandas as pd
 import pytest
 import xarray as xr
-from conftest import load
+from conftest import MODEL_CLASSES, load
+from families import save_family
 
 from lapa2_interp.bias.augmentation import Augmentation
 from lapa2_interp.bias.layout import Layout
 from lapa2_interp.cli.app import main
 from lapa2_interp.generation.teacher_forcing import teacher_forced
+from lapa2_interp.models.attention_interface import is_fused
+from lapa2_interp.models.card import TransformersModel
 from lapa2_interp.paper import proposition_plots
 from lapa2_interp.paper.proposition_study import (
     _above_zero,
+    _load_long_reader,
     draw_figures,
     run_proposition_study,
 )
@@ -46,6 +50,14 @@ def test_the_folder(folder):
     )
     with xr.open_dataset(folder / "free.nc", engine="h5netcdf") as thinned:
         assert thinned.sizes["step"] <= 40
+
+
+def test_long_texts_are_read_without_the_matrix_where_that_is_possible(tmp_path):
+    reader = _load_long_reader("tiny-llama", "float32", None)
+    assert isinstance(reader, TransformersModel)
+    assert is_fused(reader, 8192, 8192)
+    of_hooks = save_family("Bloom", tmp_path / "bloom")
+    assert type(_load_long_reader(str(of_hooks), "float32", None)).__name__ in MODEL_CLASSES
 
 
 def test_verdicts_say_all_three_sources(folder):
