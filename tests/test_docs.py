@@ -233,6 +233,11 @@ def test_the_pages_that_tell_results_are_short():
     assert sum(studies.values()) <= 5500
 
 
+def test_the_pages_are_short_together():
+    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
+    assert sum(map(number_of_words, pages)) <= 24000
+
+
 @pytest.mark.parametrize("file", PAGES, ids=name_of)
 def test_no_line_of_a_document_is_long(file):
     """Tables and links cannot be broken."""
