@@ -54,6 +54,7 @@ from lapa2_interp.generation.loop import decode_batch
 from lapa2_interp.generation.plan import BatchPlan, plan_batches
 from lapa2_interp.generation.resolve import cell_of
 from lapa2_interp.methods.registry import load_task
+from lapa2_interp.models.cache_name import cache_name
 from lapa2_interp.models.card import (
     TransformersModel,
     attach_card,
@@ -271,7 +272,7 @@ def planned(
 def prompt_tokens(plan: BatchPlan, device: torch.device) -> list[Tensor]:
     """By branch, the ids that every sample of the one prompt reads first."""
     samples = plan.cell.samples
-    return [torch.tensor([row[0].ids] * samples, device=device) for row in plan.layouts]
+    return [torch.tensor([row[0].ids] * samples, device=device) for row in plan.arrangement.layouts]
 
 
 def one_after_another(
@@ -291,12 +292,12 @@ def one_after_another(
 
 def with_transformers(network: Any, plan: BatchPlan, implementation: str) -> None:
     """Plain transformers."""
-    prompts, length = prompt_tokens(plan, network.device), plan.steps[0]
+    prompts, length = prompt_tokens(plan, network.device), plan.arrangement.steps[0]
     network.set_attn_implementation(implementation)
     if len(prompts) > 1:
 
         def read(_: int, ids: Tensor, cache: DynamicCache) -> Tensor:
-            return network(ids, past_key_values=cache, logits_to_keep=1).logits
+            return network(ids, logits_to_keep=1, **{cache_name(network): cache}).logits
 
         one_after_another(read, prompts, length)
         return
@@ -313,7 +314,8 @@ def with_transformers(network: Any, plan: BatchPlan, implementation: str) -> Non
 
 def with_transformer_lens(model: Any, plan: BatchPlan) -> None:
     """TransformerLens, with hooks that add a number to the scores of the prefix."""
-    spans, branch = [row[0].prefix for row in plan.layouts], 0
+    spans, branch = [row[0].prefix for row in plan.arrangement.layouts], 0
+    name = cache_name(model.original_model)
 
     def boost(scores: Tensor, hook: Any) -> Tensor:
         scores[..., spans[branch].start : spans[branch].stop] += ALPHA
@@ -322,12 +324,12 @@ def with_transformer_lens(model: Any, plan: BatchPlan) -> None:
     def read(i: int, ids: Tensor, cache: DynamicCache) -> Tensor:
         nonlocal branch
         branch = i
-        return model(ids, past_key_values=cache, logits_to_keep=1)
+        return model(ids, logits_to_keep=1, **{name: cache})
 
     hooks = [(HOOK_SCORES.format(layer), boost) for layer in range(model.cfg.n_layers)]
     device = next(model.original_model.parameters()).device
     with model.hooks(fwd_hooks=hooks):
-        one_after_another(read, prompt_tokens(plan, device), plan.steps[0])
+        one_after_another(read, prompt_tokens(plan, device), plan.arrangement.steps[0])
 
 
 def with_our_loop(model: Any, plan: BatchPlan, packing: str, static: bool = False) -> None:
@@ -388,8 +390,8 @@ def read_bytes(network: Any, plan: BatchPlan) -> int:
     embeddings = network.get_input_embeddings().weight
     n = sum(weight.numel() for weight in network.parameters() if weight is not embeddings)
     n += embeddings.numel() * (network.get_output_embeddings().weight is embeddings)
-    live = sum(row[0].n_live for row in plan.layouts) * plan.cell.samples
-    keys = live + plan.rows * (plan.steps[0] // 2)
+    live = sum(row[0].n_live for row in plan.arrangement.layouts) * plan.cell.samples
+    keys = live + plan.rows * (plan.arrangement.steps[0] // 2)
     config = network.config.get_text_config()
     shapes = kv_shapes(config)  # of each layer, or one for all
     layers = config.num_hidden_layers // len(shapes)

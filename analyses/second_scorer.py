@@ -19,7 +19,7 @@ from lapa2_interp._util.files import write_text
 from lapa2_interp._util.table_formats import as_csv
 
 FIGURES = Path(__file__).resolve().parent.parent / "figures"
-NO_BIAS = r"than (?:none|0):|LaPA2 (?:raises|lowers)"
+NO_BIAS = r"than (?:none|0):|than with baseline|LaPA2 (?:raises|lowers)"
 SIDES = ("as in the paper", "against the paper")
 
 

@@ -8,7 +8,8 @@ claims.toml decides. The status of a claim:
 - reproduced: all its cases are as in the paper; reproduced in k of n: only k are.
 - Where none is: contradicted (in k of n) if a case is against the paper; otherwise no difference
   (in k of n) if the difference of a case is below its margin; otherwise undecided.
-- not tested: there is no data, or only means, without a test.
+- no test; k of n agree: there are only numbers without a test, such as means.
+- not tested: there is no data.
 """
 
 from __future__ import annotations
@@ -37,6 +38,8 @@ STATUS = {
     "inconclusive": "undecided",
 }
 """Verdicts of cases, and the status that a claim has by the first of them."""
+MULTIPLES = "figures/perplexity.csv"
+"""Perplexities of whole texts as multiples of that of no bias; verdicts are on differences."""
 COLUMNS = [
     "about", "claim", "paper", "found", "model", "setting", "here", "status", "scorer", "cases",
     *STATUS, "lowest", "highest", "level",
@@ -86,11 +89,23 @@ def summed(group: Claim, rows: list[Row]) -> list[Row]:
     return sums
 
 
+def multiple(row: Row, root: Path) -> Row:
+    """The row with its perplexity, and the ends of its interval, as a multiple of no bias."""
+    where = {name: row[name] for name in ("task", "method")}
+    where |= {"study": row["item"], "of": "whole text"}
+    ratios = [r for r in table_of(root / MULTIPLES) if all(r[n] == where[n] for n in where)]
+    if len(ratios) != 1:
+        raise NumberError(f"{len(ratios)} rows of {MULTIPLES} fit {where}, not one")
+    return row | {"here": ratios[0]["ratio"], "low": ratios[0]["low"], "high": ratios[0]["high"]}
+
+
 def cases_of(claim: Claim, root: Path) -> list[Row]:
     """The cases of a claim: rows with verdict, here, low, high, paper, length, scorer, later."""
     cases = []
     for group in claim.get("cases", []):
         rows = rows_of(group, root)
+        if claim.get("multiple"):
+            rows = [multiple(row, root) for row in rows]
         for row in summed(group, rows) if "sum" in group else rows:
             value = row[group.get("value", "here")]
             if "within" in group:
@@ -120,8 +135,11 @@ def summary(cases: list[Row], claim: Claim, words: Numbers) -> str:
     """What was found: each case with its number, or the span of numbers and counts of verdicts."""
     verdicts = [case["verdict"] for case in cases]
     if len(cases) > NAMED:
+        span = number([case["here"] for case in cases], claim)
+        if not claim.get("tested", True):  # the status has the count
+            return span
         counts = [f"{verdicts.count(n)} {word}" for n, word in STATUS.items() if n in verdicts]
-        return f"{number([case['here'] for case in cases], claim)}: {', '.join(counts)}"
+        return f"{span}: {', '.join(counts)}"
     differing = [
         column for column in ("method", "task") if len({case.get(column) for case in cases}) > 1
     ]
@@ -140,8 +158,8 @@ def summary(cases: list[Row], claim: Claim, words: Numbers) -> str:
 
 
 def setting(cases: list[Row], claim: Claim, asked: Claim, words: Numbers) -> str:
-    """Model, if another than that of most claims, tasks, tokens of the texts, kinds of prefix, and
-    what else differs from the paper."""
+    """Model, if another than that of most claims, tasks, tokens of the texts, the kind of prefix
+    if there is only one, and what else differs from the paper."""
     lengths = dict.fromkeys(case["length"] for case in cases if case["length"])
     tasks = dict.fromkeys(words.word("task", case.get("task", "")) for case in cases)
     names = {f"{case.get('method')}, {case.get('task')}" for case in cases}
@@ -152,7 +170,7 @@ def setting(cases: list[Row], claim: Claim, asked: Claim, words: Numbers) -> str
         claim.get("model", ""),
         ", ".join(filter(None, tasks)),
         f"{' or '.join(lengths)} tokens" if lengths else "",
-        f"{', '.join(kinds)} prefixes" if kinds else "",
+        f"{kinds[0]} prefixes" if len(kinds) == 1 else "",
         claim.get("note", ""),
         f"{share}on {' and '.join(dict.fromkeys(later))}" if later else "",
     ]
@@ -171,12 +189,15 @@ def claims(text: str, words: Numbers, root: Path = ROOT) -> list[dict[str, Any]]
         verdicts = [case["verdict"] for case in cases]
         status = status_of(verdicts)
         if not claim.get("tested", True):
-            status = f"not tested (means: {status})"
-        result = summary(cases, claim, words) if cases else ""
+            status = f"no test; {verdicts.count('as in the paper')} of {len(cases)} agree"
+        result = summary(cases, claim, words) if cases else "no data"
         context = setting(cases, claim, asked, words)
+        circumstances = "; ".join(filter(None, [context, claim.get("further", "")]))
         values = [float(case["here"]) for case in cases]
         scorers = dict.fromkeys(re.findall(r"(?:accuracy|toxicity) \((\w+)", str(cases)))
-        paper = number([case.get("paper", "") for case in cases], claim)
+        printed = claim | {"unit": "as differences", "digits": 1, "sign": True}
+        printed = printed if claim.get("multiple") else claim
+        paper = number([case.get("paper", "") for case in cases], printed)
         name, source = claim["claim"], ": ".join(filter(None, [claim["source"], paper]))
         row = {
             "about": claim.get("about", "the paper"),
@@ -185,7 +206,7 @@ def claims(text: str, words: Numbers, root: Path = ROOT) -> list[dict[str, Any]]
             "found": result,
             "model": claim.get("model", asked["model"]) if cases else "",
             "setting": context,
-            "here": f"{result} ({context})" if context else result,
+            "here": f"{result} ({circumstances})" if circumstances else result,
             "status": status,
             "scorer": ", ".join(scorers),
             "cases": len(cases),

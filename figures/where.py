@@ -17,11 +17,13 @@ CHANCE = {"positive": 50, "negative": 50, "world": 25, "sports": 25, "business":
 PLACES = {
     "no bias": ("#777777", "o"),
     "all heads": (COLOURS[1], "s"),
-    "24 chosen heads": (COLOURS[2], "^"),
+    "24 heads": (COLOURS[2], "^"),
 }
+OFFSETS = (-0.24, 0.0, 0.24)
+"""Heights of the markers of `PLACES` within the row of an attribute, so that none hides another."""
 RATIO, BANNED = 1.25, "prefix words banned"
 AIR_ARMS = {"baseline": "no bias", "all heads 0.5": "all heads",
-            "chosen heads 0.8": "24 chosen heads", "chosen heads 1": "24 chosen heads"}  # fmt: skip
+            "chosen heads 0.8": "24 heads", "chosen heads 1": "24 heads"}  # fmt: skip
 
 
 def prefix_alone(curves: pd.DataFrame, equal: pd.DataFrame) -> pd.DataFrame:
@@ -35,7 +37,7 @@ def prefix_alone(curves: pd.DataFrame, equal: pd.DataFrame) -> pd.DataFrame:
         Columns: attribute, heads, mean, low, high, in percent.
     """
     base = curves[curves["family"] == "baseline"].assign(heads="no bias")
-    families = {"lapa2": "all heads", "head-selective": "24 chosen heads"}
+    families = {"lapa2": "all heads", "head-selective": "24 heads"}
     steered = equal[(equal["ratio"] == RATIO) & equal["family"].isin(list(families))]
     steered = steered.assign(
         heads=steered["family"].map(families), mean=steered["value"].astype(float)
@@ -59,24 +61,23 @@ def air_decoding(bases: pd.DataFrame) -> pd.DataFrame:
 
 
 def draw(panels: dict[str, pd.DataFrame]) -> Drawing:
-    """A panel for each table, a row for each attribute, a marker for each set of heads; 95 %
-    intervals; a grey tick is chance."""
-    figure = new_figure(7.0, 2.9)
+    """A panel for each table, a row for each attribute, a marker for each set of heads, one above
+    the other; lines are 95 % intervals over prompts; a grey tick is chance."""
+    figure = new_figure(7.0, 3.3)
     axes = figure.subplots(1, len(panels), sharey=True)
     for panel, (title, table) in zip(axes, panels.items(), strict=True):
         table = table.set_index(["attribute", "heads"])
         for height, (attribute, chance) in enumerate(CHANCE.items()):
-            own = table.loc[attribute]
-            panel.plot(own["mean"].agg(["min", "max"]), [height] * 2, color="0.85", lw=5, zorder=0)
-            panel.plot([chance] * 2, [height - 0.3, height + 0.3], color="0.6", lw=1, zorder=1)
-            for heads, (colour, marker) in PLACES.items():
-                row = own.loc[heads]
+            panel.plot([chance] * 2, [height - 0.38, height + 0.38], color="0.6", lw=1, zorder=1)
+            for offset, (heads, (colour, marker)) in zip(OFFSETS, PLACES.items(), strict=True):
+                row = table.loc[attribute, heads]
                 away = [[row["mean"] - row["low"]], [row["high"] - row["mean"]]]
-                panel.errorbar(row["mean"], height, xerr=away, color=colour, marker=marker, ms=5,
-                               lw=1, label=heads if height == 0 else None)  # fmt: skip
+                panel.errorbar(row["mean"], height + offset, xerr=away, color=colour,
+                               marker=marker, ms=4, lw=1.2, ls="",
+                               label=heads if height == 0 else None)  # fmt: skip
         panel.set_yticks(range(len(CHANCE)), list(CHANCE))
         panel.set_xlim(0, 100)
-        panel.set_title(title, fontsize=9)
+        panel.set_title(title, fontsize=8)
         plain_axes(panel, "texts that have the attribute (%, by linear)", "")
     axes[0].invert_yaxis()
     axes[0].plot([], [], color="0.6", lw=1, label="chance")
@@ -95,8 +96,8 @@ if __name__ == "__main__":
     )
     figure = draw(
         {
-            "prefix alone, at 1.25 times the perplexity": prefix_alone(curves, equal),
-            "Air-Decoding": air_decoding(bases),
+            "prefix alone: alpha for 1.25 times the perplexity": prefix_alone(curves, equal),
+            "Air-Decoding: alpha 0.5 (all heads), 0.8 or 1 (24 heads)": air_decoding(bases),
         }
     )
     out = FIGURES / "where"

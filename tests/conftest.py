@@ -397,14 +397,15 @@ def warm():
 
 
 def hooks_left(model):
-    """Hooks that are on a model."""
+    """Hooks that are on a model, but for those that let a bridge read its cache."""
     points = [
         (name, point)
         for name, point in model.hook_dict.items()
         if point.has_hooks(including_permanent=True)
     ]
     network = getattr(model, "original_model", model)
-    return points, list(network._forward_pre_hooks)
+    hooks = network._forward_pre_hooks.values()
+    return points, [hook for hook in hooks if not hook.__module__.endswith("models.cache_name")]
 
 
 def logits_with_neurons(model, ids, neurons, values, at="pre"):

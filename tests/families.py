@@ -286,7 +286,7 @@ FAMILIES = {
             "use_mamba_kernels": False,
         },
         ("none", "full", "none"),
-        refused={BRIDGE: RESTARTS, PLAIN: RESTARTS},
+        refused={BRIDGE: DELEGATED, PLAIN: RESTARTS},
     ),
     "DiffLlama": Family("diffllama", refused={BRIDGE: NO_BRIDGE, PLAIN: SEVERAL}),
     "MiniMax": Family(

@@ -11,6 +11,8 @@ import math
 
 import torch
 
+from lapa2_interp.models.cache_name import cache_name
+
 
 def oracle_bias(
     *, n_bos, l_pre, l_pro, counted, total, alpha, law="log", l0=None, span="prefix", length="paper", phase="last_query",
@@ -82,7 +84,7 @@ def _behind(model, prefix, n):
         )
     first = len(prefix) if prefix.card.shifted else 0
     return {
-        "past_key_values": cache,
+        cache_name(model.original_model): cache,
         "position_ids": torch.arange(first, first + n)[None],
         "attention_mask": torch.ones(1, len(prefix) + n, dtype=torch.long),
     }

@@ -83,7 +83,9 @@ def test_bytes_of_a_step(bench):
         for name, parameter in plain.named_parameters()
         if name != "model.embed_tokens.weight"
     }
-    live = sum(2 * (row[0].n_live + 2) for row in plan.layouts)  # two samples, two new tokens
+    live = sum(
+        2 * (row[0].n_live + 2) for row in plan.arrangement.layouts
+    )  # two samples, two new tokens
     width = config.num_key_value_heads * config.head_dim
     keys = live * config.num_hidden_layers * 2 * width
     tied = config.tie_word_embeddings * config.vocab_size * config.hidden_size
@@ -94,8 +96,8 @@ def test_bytes_of_a_step(bench):
 def test_contenders_share_weights_and_prompts_have_the_tokens_asked_for(bench, method):
     bridge, plain, direct = bench.load("tiny-gpt2", "float32", "cpu")
     plan = bench.planned(bridge, method, 2, 9, 4, trace="none")
-    assert plan.steps == (4,)
-    assert {row[0].l_pro for row in plan.layouts} == {9}
+    assert plan.arrangement.steps == (4,)
+    assert {row[0].l_pro for row in plan.arrangement.layouts} == {9}
     assert len(plan.batches) == 1
     for ids in bench.prompt_tokens(plan, torch.device("cpu")):
         assert torch.allclose(plain(ids).logits, bridge(ids), atol=1e-4)

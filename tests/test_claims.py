@@ -44,6 +44,11 @@ gain,more: three,acc,u,three,2.9,-0.83,-5.21,3.33,inconclusive,accuracy (adapter
 gain,more: four,acc,u,two,,-2.5,-3.1,-1.9,against the paper,accuracy (adapter t 0123)
 cost,more: one,ppl,t,one,12.01,1.93,0.99,2.87,as in the paper,perplexity (M)
 """
+RATIOS = """\
+study,task,method,of,ratio,low,high
+cost,t,one,whole text,1.114,1.057,1.165
+cost,t,one,continuation,1.2,1.1,1.3
+"""
 LATER = """\
 item,claim,metric,task,method,paper,here,low,high,verdict,scorer
 gain,more: one,acc,t,one,8.67,2.82,1.21,4.51,as in the paper,accuracy (adapter t 0123)
@@ -80,6 +85,14 @@ source = "Table 1"
 length = "8"
 cases = [{where = {metric = "ppl"}, name = "a case"}]
 [[claim]]
+claim = "It costs, as a multiple"
+source = "Table 1"
+multiple = true
+unit = "times"
+sign = false
+digits = 2
+cases = [{where = {metric = "ppl"}}]
+[[claim]]
 claim = "R2 is high"
 source = "Figure 1"
 sign = false
@@ -108,12 +121,13 @@ one = "One"
 t = "T"
 """
 EXPECTED = [
-    ("the paper", "It gains (Table 1: +2.9 to +8.7 points)", "-2.5 to +4.4 points: 2 reproduced, 1 contradicted, 1 undecided (T, u; 64 tokens; hard, soft prefixes; a note; 1 of 4 on new prompts)", "M", "adapter", "reproduced in 2 of 4", 4, (2, 1, 0, 1), (-2.5, 4.44), 1),
+    ("the paper", "It gains (Table 1: +2.9 to +8.7 points)", "-2.5 to +4.4 points: 2 reproduced, 1 contradicted, 1 undecided (T, u; 64 tokens; a note; 1 of 4 on new prompts)", "M", "adapter", "reproduced in 2 of 4", 4, (2, 1, 0, 1), (-2.5, 4.44), 1),
     ("the paper", "It costs (much; Table 1: +12.0)", "a case: +1.9 [1.0, 2.9] (T; 8 tokens; hard prefixes)", "M", "", "reproduced", 1, (1, 0, 0, 0), (1.93, 1.93), 3),
-    ("the paper", "R2 is high (Figure 1)", "One, T: 0.99; two, T: 0.63; three, u: 0.80 (T, u; hard, soft prefixes)", "M", "", "reproduced in 1 of 3", 3, (1, 1, 0, 1), (0.627, 0.987), 3),
-    ("own tables", "Gains grow (Text)", "One: +4.5; two: -3.8 (T; hard, soft prefixes)", "M", "", "not tested (means: reproduced in 1 of 2)", 2, (1, 1, 0, 0), (-3.75, 4.5), 3),
-    ("the paper", "Little changes (Text)", "One: +7.0; two: +1.2 (other)", "other", "", "not tested (means: reproduced in 1 of 2)", 2, (1, 1, 0, 0), (1.25, 7.0), 3),
-    ("the paper", "People see it (Figure 6)", "", "", "", "not tested", 0, (0, 0, 0, 0), ("", ""), 3),
+    ("the paper", "It costs, as a multiple (Table 1: +12.0 as differences)", "One: 1.11 times [1.06, 1.17] (T; hard prefixes)", "M", "", "reproduced", 1, (1, 0, 0, 0), (1.114, 1.114), 3),
+    ("the paper", "R2 is high (Figure 1)", "One, T: 0.99; two, T: 0.63; three, u: 0.80 (T, u)", "M", "", "reproduced in 1 of 3", 3, (1, 1, 0, 1), (0.627, 0.987), 3),
+    ("own tables", "Gains grow (Text)", "One: +4.5; two: -3.8 (T)", "M", "", "no test; 1 of 2 agree", 2, (1, 1, 0, 0), (-3.75, 4.5), 3),
+    ("the paper", "Little changes (Text)", "One: +7.0; two: +1.2 (other)", "other", "", "no test; 1 of 2 agree", 2, (1, 1, 0, 0), (1.25, 7.0), 3),
+    ("the paper", "People see it (Figure 6)", "no data", "", "", "not tested", 0, (0, 0, 0, 0), ("", ""), 3),
 ]  # fmt: skip
 
 
@@ -124,6 +138,7 @@ def root(tmp_path):
         table.VERDICTS: VERDICTS,
         "figures/undecided/claims.csv": LATER,
         "figures/undecided/detox.claims.csv": LATER.replace("gain,more: one", "loss,less: one"),
+        table.MULTIPLES: RATIOS,
         "fits.csv": FITS,
         "means.csv": MEANS,
     }.items():

@@ -40,6 +40,7 @@ from lapa2_interp.generation.teacher_forcing import teacher_forced
 from lapa2_interp.generation.turns import KeptRows, NextTurn
 from lapa2_interp.methods import load_task
 from lapa2_interp.methods import registry as methods
+from lapa2_interp.models.cache_name import cache_name
 from lapa2_interp.models.card import layer_types, network_of
 from lapa2_interp.models.load import load_transformers
 from lapa2_interp.models.prepacked import prepacked
@@ -504,6 +505,7 @@ def any_cache_will_do(subject: Subject) -> Compared:
     """Of transformers, in a user's own passes. A static cache has more slots than live keys and
     counts them in a tensor that it changes later."""
     computed, wanted, layout = [], [], subject.layouts[0]
+    name = cache_name(network_of(subject.model))
     for cuts in ([len(layout)], [len(layout), -2, -1], [4, 6, len(layout)]):
         for cache in (
             DynamicCache(),
@@ -511,7 +513,7 @@ def any_cache_will_do(subject: Subject) -> Compared:
         ):
             with augmented(subject.model, subject.rule, layout):
                 parts = subject.ids(0).tensor_split(cuts, dim=1)
-                logits = [subject.model(part, past_key_values=cache) for part in parts]
+                logits = [subject.model(part, **{name: cache}) for part in parts]
             computed.append(torch.cat(logits, dim=1)[0, -STEPS:])
             wanted.append(subject.alone[0])
     return Compared(torch.stack(computed), torch.stack(wanted), subject.atol)
@@ -679,7 +681,7 @@ def transformers_generate_is_one_pass(subject: Subject) -> Compared:
         generated = net.generate(
             rows.ids, attention_mask=rows.mask, max_new_tokens=STEPS, do_sample=False,
             eos_token_id=None, pad_token_id=1, output_logits=True, return_dict_in_generate=True,
-            past_key_values=DynamicCache() if drops_keys else None,
+            **{cache_name(net): DynamicCache() if drops_keys else None},
         )  # fmt: skip
     wanted = []
     for layout, ids in zip(rows.layouts, generated.sequences, strict=True):

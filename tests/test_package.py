@@ -41,6 +41,25 @@ def test_the_wheel_holds_the_package_and_its_data(wheel):
     }
 
 
+def test_the_page_on_the_index_leads_into_the_repository(wheel):
+    """It is the README, with each link and picture at the address that the project names."""
+    described = zipfile.ZipFile(wheel).read("lapa2_interp-0.1.0.dist-info/METADATA").decode()
+    page = described.partition("\n\n")[2]
+    address = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]["Repository"]
+    assert f"Project-URL: Repository, {address}\n" in described
+    assert "Description-Content-Type: text/markdown\n" in described
+    link = re.compile(r"(!?)\[[^\]]*\]\(([^)]+)\)")
+    readme = (ROOT / "README.md").read_text("utf-8")
+    pairs = list(zip(link.findall(readme), link.findall(page), strict=True))
+    assert len(pairs) > 20
+    for (mark, target), (_, there) in pairs:
+        if "://" in target:
+            assert there == target
+        else:
+            assert there == f"{address}/{'raw' if mark else 'blob'}/main/{target}"
+    assert link.sub("", page).split() == link.sub("", readme).split()
+
+
 def test_the_wheel_imports_in_an_empty_environment(wheel, tmp_path):
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "empty"], check=True)
     code = (

@@ -11,6 +11,10 @@ queries of the pass. If several targets of a row act at one query of one head, t
 together, so that each span gets its share: with the sums over their spans,
 
     b_i = alpha_i * (log(tau_i) - log(1 - sum_j tau_j) - (lse_i - lse(keys in none of them)))
+
+The first augmentations of all rows make a *term*, the second ones another, so that a term has at
+most one of each row: `_Term` has what no pass changes. In a pass it becomes a `_LengthPassTerm`,
+with its b, or a `_ScorePassTerm`, with the queries at which it acts.
 """
 
 from __future__ import annotations
@@ -146,10 +150,11 @@ class _PassTerm:
     """A term in one forward pass, on the device of the scores.
 
     Attributes:
+        static: The term, as for every pass.
         keys, heads: Masks of its keys and heads.
     """
 
-    term: _Term
+    static: _Term
     keys: Bool[Tensor, "row _"]
     heads: Bool[Tensor, "layer row head"]
 
@@ -157,7 +162,7 @@ class _PassTerm:
         self, layer: int, b: Float[Tensor, "row #head query *key"]
     ) -> Float[Tensor, "row #head query *key"]:
         """A bias in the term's heads of a layer, and 0 in all others."""
-        if self.term.every_head:
+        if self.static.every_head:
             return b
         heads = self.heads[layer].view(len(b), -1, *[1] * (b.ndim - 2))
         return torch.where(heads, b, 0.0)
@@ -434,7 +439,7 @@ class BatchBias:
             return
         # Sums are needed from the first query at which a law acts; a pooled law reads all queries.
         acting = torch.stack([term.acts.any(0) for term in score_terms]).any(0)
-        pooled = any(rule.pooled for term in score_terms for rule in term.term.rows_by_rule)
+        pooled = any(rule.pooled for term in score_terms for rule in term.static.rows_by_rule)
         start = 0 if pooled else int(acting.nonzero()[0])
         log_sum = partial(scores.log_sum, start=start)
         b = self._score_biases(log_sum, len(scores), score_terms, layer, start)
@@ -463,7 +468,7 @@ class BatchBias:
         return [
             term.to_device(device)
             for term in self._terms(self.layer_types[layer], device, wide)
-            if layer in term.term.layers
+            if layer in term.static.layers
         ]
 
     def _score_biases(
@@ -489,7 +494,7 @@ class BatchBias:
         for i, term in enumerate(terms):
             others = rest if len(terms) == 1 else log_sum(term.keys, outside=True)
             log_odds = sums[i] - others  # row head query
-            for augmentation, rows in term.term.rows_by_rule.items():
+            for augmentation, rows in term.static.rows_by_rule.items():
                 where = self._pass_rows(rows, n_rows)
                 odds = (
                     self._pool_log_odds(log_odds[where], where)
@@ -504,7 +509,7 @@ class BatchBias:
             where = self._pass_rows(joint, n_rows)
             augmentations = [
                 [
-                    term.term.augmentations[row]
+                    term.static.augmentations[row]
                     for row in joint
                     for _ in range(n_rows // self.n_rows)
                 ]

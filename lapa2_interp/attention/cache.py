@@ -30,6 +30,7 @@ from lapa2_interp.bias.layout import Layout
 from lapa2_interp.bias.padded_rows import PaddedRows
 from lapa2_interp.models.attention_interface import is_fused
 from lapa2_interp.models.blocks import check_cache_grew, check_no_checkpointing
+from lapa2_interp.models.cache_name import cache_name, let_bridges_read
 from lapa2_interp.models.card import (
     Model,
     check_has_tokenizer,
@@ -142,6 +143,8 @@ def check_readable(model: Model, layouts: Sequence[Layout]) -> None:
     network = network_of(model)
     check_no_checkpointing(network)
     refuse_mixed_rotary(network)
+    if is_bridge(model):
+        let_bridges_read(network)
     drops = [module for module in network.modules() if isinstance(module, nn.Dropout) and module.p]
     share = getattr(getattr(network, "config", None), "attention_dropout", None)
     if any(module.training for module in drops) or (network.training and share):
@@ -227,7 +230,7 @@ def soft_inputs(
         model.run_with_cache(**soft_inputs(model, [branch], [prefix]))
 
     Returns:
-        input, attention_mask, position_ids and past_key_values.
+        input, attention_mask, position_ids and the cache, by its name (`models.cache_name`).
     """
     check_has_tokenizer(model)
     check_readable(model, layouts)
@@ -242,7 +245,7 @@ def soft_inputs(
         "input": rows.ids,
         "attention_mask": rows.mask,
         "position_ids": rows.positions,
-        "past_key_values": cache,
+        cache_name(network_of(model)): cache,
     }
 
 
@@ -303,8 +306,8 @@ class BridgeRows(_CachedRows):
             ids,
             attention_mask=self.mask[:, :used],
             position_ids=positions,
-            past_key_values=self.cache,
             logits_to_keep=keep,
+            **{cache_name(network): self.cache},
         )[:, -keep:]
         check_cache_grew(network, bool(self.cache.get_seq_length() == used))
         return logits

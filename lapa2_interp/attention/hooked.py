@@ -49,6 +49,7 @@ from lapa2_interp.models.attention_interface import (
     hook_attention,
 )
 from lapa2_interp.models.blocks import attach_hooks, has_open_block
+from lapa2_interp.models.cache_name import cache_of
 from lapa2_interp.models.card import (
     Model,
     attention_layers,
@@ -181,7 +182,7 @@ def augmented(
     augmented_slot: float = math.inf  # the slot of a query whose keys and values are augmented
     unchecked = set(bias.score_law_layers)  # layers that may have a learned sink
 
-    # The three hooks of a layer.
+    # The hooks of a layer.
     def check_sight(layer: int, scores: Tensor, first: int) -> None:
         passes.check_sight(layer, bias.layer_types[layer], scores, first)
 
@@ -202,23 +203,23 @@ def augmented(
         last = first + n_queries - 1
         augmented_slot = last if bias.query_phase_acts_on(last) else math.inf
 
-    def edit(layer: int, scores: Tensor, first: int) -> Tensor:
+    def add_bias(layer: int, scores: Tensor, first: int) -> Tensor:
         check_pass(scores.shape[2], scores.shape[3], first)
         return bias.add(layer, scores, first) if layer in bias.layers else scores
 
-    def edit_spans(layer: int, scores: SpanScores) -> None:
+    def add_bias_to_spans(layer: int, scores: SpanScores) -> None:
         check_pass(scores.n_queries, scores.n_keys, scores.first)
         if layer in bias.layers:
             bias.add_to_spans(layer, scores)
 
-    def look(layer: int, pattern: Tensor, first: int) -> None:
+    def read_pattern(layer: int, pattern: Tensor, first: int) -> None:
         if layer in unchecked:
             unchecked.remove(layer)
             _check_no_sink(pattern)
         if observer is not None:
             observer.observe(layer, pattern, first)
 
-    def look_at_spans(layer: int, scores: SpanScores) -> None:
+    def read_spans(layer: int, scores: SpanScores) -> None:
         if layer in unchecked:
             unchecked.remove(layer)
             _check_no_sink((scores.key_lse - scores.lse).exp()[..., None])
@@ -236,11 +237,11 @@ def augmented(
     if plain is not None:
         reads_spans = observer is None or isinstance(observer, SpanObserver)
         hooks = AttentionHooks(
-            edit,
-            look,
+            edit_scores=add_bias,
+            read_pattern=read_pattern,
             check_sight=check_sight,
-            edit_spans=edit_spans,
-            read_spans=look_at_spans if reads_spans else None,
+            edit_spans=add_bias_to_spans,
+            read_spans=read_spans if reads_spans else None,
             needs_matrix=needs_matrix,
             paths=getattr(model, "paths", {}),
         )
@@ -253,15 +254,15 @@ def augmented(
         check_sight(layer, scores, passes.first_query(scores))
 
     def on_scores(scores: Tensor, hook: Any, layer: int) -> Tensor:
-        return edit(layer, scores, passes.first_query(scores))
+        return add_bias(layer, scores, passes.first_query(scores))
 
     def on_pattern(pattern: Tensor, hook: Any, layer: int) -> Tensor:
-        look(layer, pattern, passes.first_query(pattern))
+        read_pattern(layer, pattern, passes.first_query(pattern))
         return pattern.to(weights_dtype(model))
 
     if not is_bridge(model):
         observed = sorted({0, *observed})  # layer 0 gives the first query, and so the ids
-    masked, edited, read = (
+    sight_hooks, score_hooks, pattern_hooks = (
         [(point.format(layer), partial(hook, layer=layer)) for layer in layers]
         for point, hook, layers in (
             (HOOK_SCORES, on_masked, bias.layers),
@@ -269,7 +270,7 @@ def augmented(
             (HOOK_PATTERN, on_pattern, observed),
         )
     )
-    with attach_hooks(model, [*edited, *read], passes.begin, ahead=masked):
+    with attach_hooks(model, [*score_hooks, *pattern_hooks], passes.begin, ahead=sight_hooks):
         yield {}
 
 
@@ -353,8 +354,8 @@ class _PassCheck:
         if ids is not None:
             self._check_ids(ids)
         if self.pads.any() and arguments.get("position_ids") is None:
-            read = arguments.get("inputs_embeds") if ids is None else ids
-            self._add_positions(arguments, read)
+            inputs = arguments.get("inputs_embeds") if ids is None else ids
+            self._add_positions(arguments, inputs)
         return self.first
 
     def first_query(self, attention: Tensor) -> int:
@@ -391,7 +392,11 @@ class _PassCheck:
             )
 
     def check_sight(
-        self, layer: int, seen: LayerType, scores: Float[Tensor, "row head query key"], first: int
+        self,
+        layer: int,
+        layer_type: LayerType,
+        scores: Float[Tensor, "row head query key"],
+        first: int,
     ) -> None:
         """Refuse a layer whose mask leaves its last query other keys than its type says: l would
         count other keys than the layer sees.
@@ -407,10 +412,10 @@ class _PassCheck:
         last = first + scores.shape[2] - 1
         if scores.shape[2] == 1 and last % MASK_CHECK_INTERVAL:
             return
-        if (seen, last) not in self.sights:
+        if (layer_type, last) not in self.sights:
             self.sights = {key: sight for key, sight in self.sights.items() if key[1] == last}
-            self.sights[seen, last] = self._keys_in_sight(seen, last)
-        wanted = self._repeat_rows(self.sights[seen, last], len(scores))
+            self.sights[layer_type, last] = self._keys_in_sight(layer_type, last)
+        wanted = self._repeat_rows(self.sights[layer_type, last], len(scores))
         if wanted is None:
             return
         seen_keys = has_weight(scores[:, :, -1, : last + 1])
@@ -421,17 +426,20 @@ class _PassCheck:
                 describe_runs(keys[row].nonzero()[:, 0].tolist()) for keys in (seen_keys, wanted)
             )
             raise ModelError(
-                f"layer {layer} is of type {seen} by the model's configuration, and its query in"
-                f" slot {last} sees the keys in slots {sees or 'none'}, not {should}; if no mask of"
-                " yours hides keys there, and no score is some 700 below the highest, this model's"
-                " masks are not known here and it cannot be augmented in texts of this length"
+                f"layer {layer} is of type {layer_type} by the model's configuration, and its query"
+                f" in slot {last} sees the keys in slots {sees or 'none'}, not {should}; if no mask"
+                " of yours hides keys there, and no score is some 700 below the highest, this"
+                " model's masks are not known here and it cannot be augmented in texts of this"
+                " length"
             )
 
-    def _keys_in_sight(self, seen: LayerType, query: int) -> Bool[Tensor, "layout slot"]:
+    def _keys_in_sight(self, layer_type: LayerType, query: int) -> Bool[Tensor, "layout slot"]:
         """The keys that a query sees in layers of a type."""
         slot = torch.arange(query + 1)
         live = pad(self.live, (0, max(query + 1 - self.live.shape[1], 0)), value=True)
-        starts = [int(seen.first_seen(np.array([query]), layout.pad)[0]) for layout in self.layouts]
+        starts = [
+            int(layer_type.first_seen(np.array([query]), layout.pad)[0]) for layout in self.layouts
+        ]
         return live[:, : query + 1] & (slot >= torch.tensor(starts)[:, None])
 
     def _shown(self, token: Tensor) -> str:
@@ -471,14 +479,14 @@ class _PassCheck:
                     " layout a row, in the rows' order, as PaddedRows.of(layouts) has them"
                 )
 
-    def _add_positions(self, arguments: dict[str, Any], read: Tensor | None) -> None:
+    def _add_positions(self, arguments: dict[str, Any], inputs: Tensor | None) -> None:
         """Add the positions that each row alone would have: transformers counts padding."""
         network = network_of(self.model)
-        if "position_ids" in signature(network.forward).parameters and read is not None:
-            slots = torch.arange(self.first, self.first + read.shape[1])
-            positions = self._repeat_rows((slots - self.pads).clamp(min=0), len(read))
+        if "position_ids" in signature(network.forward).parameters and inputs is not None:
+            slots = torch.arange(self.first, self.first + inputs.shape[1])
+            positions = self._repeat_rows((slots - self.pads).clamp(min=0), len(inputs))
             if positions is not None:
-                arguments["position_ids"] = positions.to(read.device)
+                arguments["position_ids"] = positions.to(inputs.device)
         elif getattr(getattr(self.model, "cfg", None), "positional_embedding_type", "") != "alibi":
             raise LayoutError(
                 f"{type(network).__name__} takes no position_ids, so that left-padded rows would"
@@ -569,7 +577,7 @@ def _check_no_sink(pattern: Float[Tensor, "row head query key"]) -> None:
 
 def _n_cached_keys(kwargs: dict[str, Any]) -> int:
     """The number of keys in the cache that a pass is given, by either library's argument."""
-    if (cache := kwargs.get("past_key_values")) is not None:
+    if (cache := cache_of(kwargs)) is not None:
         return int(cache.get_seq_length())  # some caches count in a tensor that changes later
     hooked = kwargs.get("past_kv_cache")
     return 0 if hooked is None else hooked.previous_attention_mask.shape[1]

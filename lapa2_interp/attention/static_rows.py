@@ -47,6 +47,7 @@ from lapa2_interp.bias.augmentation import AugmentationLike, active_augmentation
 from lapa2_interp.bias.layer_types import FULL_ATTENTION
 from lapa2_interp.bias.layout import Layout
 from lapa2_interp.models.attention_interface import AttentionHooks, hook_attention
+from lapa2_interp.models.cache_name import cache_name
 from lapa2_interp.models.card import (
     Model,
     layer_types,
@@ -189,8 +190,8 @@ class StaticStep:
             self.tokens,
             attention_mask=self.mask[..., :width],
             position_ids=self.positions,
-            past_key_values=self.cache,
             logits_to_keep=1,
+            **{cache_name(network_of(self.model)): self.cache},
         )[:, -1]
 
 

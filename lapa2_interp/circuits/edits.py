@@ -44,6 +44,7 @@ from lapa2_interp.circuits.examples import ContrastExample, batches
 from lapa2_interp.circuits.metrics import Metric, Predictions
 from lapa2_interp.models.attention_interface import AttentionHooks, hook_attention
 from lapa2_interp.models.blocks import attach_hooks
+from lapa2_interp.models.cache_name import cache_of
 from lapa2_interp.models.card import Model, is_bridge, plain_network, prepacked_model, weights_dtype
 
 Replacement = Literal["cut", "zero", "resample", "mean"]
@@ -519,7 +520,7 @@ def _heads_from_copies(
 
     def count_cached(kwargs: dict[str, Any]) -> int:
         nonlocal n_cached
-        n_cached = int(kwargs["past_key_values"].get_seq_length())
+        n_cached = int(cache_of(kwargs).get_seq_length())
         return n_cached
 
     def mix(

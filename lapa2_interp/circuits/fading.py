@@ -43,7 +43,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from lapa2_interp._util.errors import CircuitError
-from lapa2_interp._util.plots import COLOURS, Drawing, new_figure, plain_axes
+from lapa2_interp._util.plots import COLOURS, Drawing, legend_above, new_figure, plain_axes
 from lapa2_interp._util.progress import given_or_new_bar
 from lapa2_interp._util.values import Count, Natural, numbers_checked
 from lapa2_interp.attention.hooked import edit_scores, refuse_sinks
@@ -64,6 +64,14 @@ from lapa2_interp.tasks.task import Task
 
 Bias = Literal["dilution", "keys", "hold", "lapa2", "removed"]
 BIASES: tuple[Bias, ...] = ("dilution", "keys", "hold", "lapa2", "removed")
+CHANGES: dict[Bias, str] = {
+    "dilution": "number of keys undone, BOS fixed (ours)",
+    "keys": "number of keys undone, equal scores (paper)",
+    "hold": "attention held at its near value",
+    "lapa2": "LaPA²",
+    "removed": "near the prompt, attention lowered to its far value",
+}
+"""What each bias does, in words, as figures say it."""
 ALL = "all heads"
 NEAR = 1
 """Tokens between prompt and scored tokens near."""
@@ -178,43 +186,41 @@ class Fading:
 
     def plot(self) -> Drawing:
         """Control against the filler's length, with each bias in all heads; and the shares that
-        sets of heads restore at the longest filler."""
-        figure = new_figure(8.4, 3.0)
+        sets of heads restore at the longest filler, or remove. Bands and bars are 95 % intervals
+        over prompts."""
+        names = list(self.sets)
+        figure = new_figure(8.4, 2.9 + 0.2 * max(0, len(names) - 3))
         left, right = figure.subplots(1, 2, width_ratios=(1.0, 1.2))
         # Left: control by filler length.
         lengths = [NEAR, *self.far]
-        curves = {"no bias": [self.near, *self.far.values()]}
-        for bias in ("dilution", "keys", "hold", "lapa2"):
-            there = [self.changed.get((filler, ALL, bias)) for filler in self.far]
-            if all(curve is not None for curve in there):
-                curves[bias] = [self.near, *(curve for curve in there if curve is not None)]
-        for colour, (name, values) in zip(COLOURS, curves.items(), strict=False):
+        curves = {"no change": (COLOURS[0], [self.near, *self.far.values()])}
+        for colour, bias in zip(COLOURS[1:], BIASES, strict=False):
+            if bias != "removed":
+                values = [self.changed[filler, ALL, bias] for filler in self.far]
+                curves[CHANGES[bias]] = (colour, [self.near, *values])
+        for name, (colour, values) in curves.items():
             by_prompt = [self.contrast_set.by_prompt(control) for control in values]
             left.plot(lengths, [control.mean() for control in by_prompt], "o-", ms=3, lw=1.2,
                       color=colour, label=name)  # fmt: skip
             low, high = np.transpose([bounds(control) for control in by_prompt])
             left.fill_between(lengths, low, high, color=colour, alpha=0.12, lw=0)
+        left.plot([], [], "o-", ms=3, lw=1.2, color=COLOURS[len(BIASES)], label=CHANGES["removed"])
         plain_axes(left, "tokens in between", f"{self.metric}, nats a step")
         # Right: shares at the longest filler, a row for every set and a point for every bias.
         table = self.frame()
         table = table[table["filler"] == max(self.far)]
-        names, biases = list(dict.fromkeys(table["heads"])), list(dict.fromkeys(table["bias"]))
         for row in table.to_dict("records"):
-            colour = COLOURS[1 + BIASES.index(row["bias"])]
-            height = names.index(row["heads"]) + 0.8 * (
-                (biases.index(row["bias"]) + 0.5) / len(biases) - 0.5
-            )
+            number = BIASES.index(row["bias"])
+            colour = COLOURS[1 + number]
+            height = names.index(row["heads"]) + 0.8 * ((number + 0.5) / len(BIASES) - 0.5)
             right.plot([row["low"], row["high"]], [height] * 2, color=colour, lw=1.4)
             right.plot(row["share"], height, "o", color=colour, ms=3)
-        for colour, bias in zip(COLOURS[1:], BIASES, strict=False):
-            if bias == "removed" and bias in biases:
-                left.plot([], [], "o-", ms=3, lw=1.2, color=colour, label=bias)
-        left.legend(fontsize=7, frameon=False)
         right.set_yticks(range(len(names)), names)
         right.set_ylim(len(names) - 0.4, -0.6)
         for share in (0, 1):
             right.axvline(share, color="0.7", lw=0.6)
-        plain_axes(right, f"share of the fade at {max(self.far)} tokens", "")
+        plain_axes(right, f"share of the fade at {max(self.far)} tokens (0: none, 1: all)", "")
+        legend_above(figure, 3, left)
         return figure
 
 
@@ -266,7 +272,7 @@ def measure_fading(
         seed: Seed of the random heads, and of the texts of a task.
         file: A file for finished texts, a line for each batch, from which the same call continues.
             Two stored texts are computed again, near and at the longest filler: the new numbers
-                must equal the stored values but for rounding.
+            must equal the stored values but for rounding.
         batch_size: Texts in one forward pass; changes nothing but memory and time.
         progress: A bar that counts steps.
 
@@ -520,17 +526,17 @@ class _CachedForward:
         rows = [(example, i) for i in range(len(examples[0].attributes)) for example in examples]
         first, device = examples[0].layouts[0], model.cfg.device
         self.prefix, self.bos = first.prefix, first.bos
-        self.state, every = read_prefixes(model, rows)
+        self.cached_rows, every = read_prefixes(model, rows)
         # The token before the first scored one is the first scored query.
         self.width = len(first) + examples[0].n_steps - 1
-        self.state.expand(torch.arange(len(rows), device=device), capacity=self.width)
+        self.cached_rows.expand(torch.arange(len(rows), device=device), capacity=self.width)
         filler = every[:, :-tokens]
         with decided_path(model, filler.shape[1], self.width) as fused:
             size = SCORES_AT_ONCE // (len(rows) * model.cfg.n_heads * self.width)
             with read_without_matrix(model) if fused else nullcontext():
                 for part in filler.split(filler.shape[1] if fused else max(1, size), dim=1):
                     if part.shape[1]:
-                        self.state.read_tokens(part)
+                        self.cached_rows.read_tokens(part)
         self.tokens = every[:, -tokens:]
         # Keys of each scored query, BOS included.
         self.l = torch.arange(self.width - tokens + 1, self.width + 1, device=device).double()
@@ -555,8 +561,8 @@ class _CachedForward:
             return changed
 
         with edit_scores(self.model, change), refuse_sinks(self.model):
-            logits = self.state.read_tokens(self.tokens, keep=self.tokens.shape[1])
-        self.state.crop(self.tokens.shape[1])
+            logits = self.cached_rows.read_tokens(self.tokens, keep=self.tokens.shape[1])
+        self.cached_rows.crop(self.tokens.shape[1])
         return logits.unflatten(0, (-1, self.n))
 
     def _sum_scores(self, scores: Float[Tensor, "row head query key"]) -> _LayerScores:

@@ -122,9 +122,8 @@ def knock_out(
         augmentation: One or more augmentations that act in every branch besides.
         file: A file for finished units, a line each, from which the same call continues. The
             control itself and the two stored units of largest effect are computed again: the new
-                numbers must equal the stored values but for rounding. New values are shifted by the
-                difference that
-            rounding makes in the control.
+            numbers must equal the stored values but for rounding. New values are shifted by the
+            difference that rounding makes in the control.
         batch_size: Texts in one forward pass; changes nothing but memory and time.
 
     Raises:

@@ -1,7 +1,8 @@
 """Statistics of a map of heads: family-wise tests, ranks with intervals, agreement of halves.
 
 The unit of independence is the prompt. All tests flip the signs of whole prompts, the same flips
-for all units, so that correlation between heads is kept.
+for all units, so that correlation between heads is kept. `lapa2_interp.stats` has the intervals and
+tests of one number at a time.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ ALL_SIGNS = 16
 FLIPS = 100_000
 """Random assignments beyond."""
 CHUNK = 2**14
+"""Assignments that are in memory at once."""
 SPLITS = 200
 """Random halves of the prompts."""
 
@@ -69,7 +71,7 @@ def max_t(values: Float[np.ndarray, "prompt unit"]) -> MaxT:
     t = t_of(values.mean(0)[None])[0]
     observed = np.abs(t)
     alone, largest, flips = np.zeros(n_units), np.zeros(n_units), 0
-    for signs in _signs(n):
+    for signs in _sign_flips(n):
         flipped = np.abs(t_of(signs @ values / n))
         alone += (flipped >= observed * (1 - 1e-9)).sum(0)
         top = np.sort(flipped.max(1))
@@ -81,7 +83,7 @@ def max_t(values: Float[np.ndarray, "prompt unit"]) -> MaxT:
     return MaxT(t, p, largest / flips, np.asarray(false_discovery_control(p)))
 
 
-def _signs(n: int) -> Iterator[Float[np.ndarray, "flip prompt"]]:
+def _sign_flips(n: int) -> Iterator[Float[np.ndarray, "flip prompt"]]:
     if n <= ALL_SIGNS:
         for first in range(0, 2**n, CHUNK):
             numbers = np.arange(first, min(2**n, first + CHUNK))[:, None]

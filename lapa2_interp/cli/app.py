@@ -44,7 +44,7 @@ COMMANDS = {
     "Experiments": "sweep:grids sweep:sweep sweep:runs sweep:power paper:report paper:propositions",
     "Scores": "score:score scorers word_lists:word_lists",
     "Circuits": "circuits:circuits circuits:select circuits:fading",
-    "Models and prefixes": "look:models look:probe prefix look:list_prefixes",
+    "Models and prefixes": "look:models look:fetch look:probe prefix look:list_prefixes",
     "Lists": "look:list_methods look:list_recipes look:list_tasks",
 }
 """Commands by group, as the help shows them: MODULE:FUNCTION, or a name of `FAMILIES`."""

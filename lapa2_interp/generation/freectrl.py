@@ -122,7 +122,7 @@ def _hooked_rows(model: Model, plan: BatchPlan) -> int:
         return plan.cell.max_rows
     keys = max(
         len(layout) + new
-        for row in plan.layouts
-        for layout, new in zip(row, plan.steps, strict=True)
+        for row in plan.arrangement.layouts
+        for layout, new in zip(row, plan.arrangement.steps, strict=True)
     )
     return rows_in_memory(model, keys, keys)

@@ -90,7 +90,7 @@ def decode_batch(
         ModelError: The model's logits are not numbers.
     """
     bar = hidden_bar() if progress is None else progress
-    widest = max(len(layout) for layouts in plan.layouts for layout in layouts)
+    widest = max(len(layout) for layouts in plan.arrangement.layouts for layout in layouts)
     with prepacked_model(model), decided_path(model, widest, widest):
         if isinstance(plan.method, FreeCtrl):
             return decode_freectrl(model, plan, pairs, bar, _decode)
@@ -129,7 +129,9 @@ def _decode_steps(
     """Decode one batch step by step; yields the tokens of each step and marks how samples end."""
     ends = torch.tensor(model_card(model).end_ids, dtype=torch.long)
     prompt_rules = [
-        augmentation for augmentation in plan.augmentations for _ in range(batch.n_prompts)
+        augmentation
+        for augmentation in plan.arrangement.augmentations
+        for _ in range(batch.n_prompts)
     ]
     expansion = torch.tensor(batch.expansion)  # by branch x sample: a row of branch x prompt
     method, branches = plan.method, plan.branches

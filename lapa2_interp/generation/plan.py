@@ -19,7 +19,7 @@ from tqdm import tqdm
 from lapa2_interp._util.errors import MethodError, ModelError
 from lapa2_interp._util.progress import progress_bar
 from lapa2_interp.attention.cache import Rows, check_packing
-from lapa2_interp.bias.augmentation import Augmentation, Augmentations, active_augmentations
+from lapa2_interp.bias.augmentation import Augmentation, active_augmentations
 from lapa2_interp.bias.layout import Layout, left_pad
 from lapa2_interp.generation.arrange import Arrangement, arrange, chat_stream
 from lapa2_interp.generation.cell import Cell
@@ -106,22 +106,16 @@ class BatchPlan:
 
     Attributes:
         branches: Names of the branches.
-        layouts: By branch, then prompt.
+        arrangement: Its layouts, augmentations and steps.
         prefixes: By branch, the soft prefix or None.
-        augmentations: By branch.
-        steps: New tokens per prompt.
-        streams: What names the random numbers of each prompt (`Arrangement.streams`).
         prepared: What the method worked out about each prompt.
         batches: The (prompt number, sample number) pairs of each batch.
     """
 
     cell: Cell
     branches: tuple[str, ...]
-    layouts: tuple[tuple[Layout, ...], ...]
+    arrangement: Arrangement
     prefixes: tuple[SoftPrefix | None, ...]
-    augmentations: tuple[Augmentations, ...]
-    steps: tuple[int, ...]
-    streams: tuple[str, ...] = field(repr=False)
     prepared: tuple[Prepared, ...] = field(repr=False)
     batches: tuple[tuple[tuple[int, int], ...], ...] = field(repr=False)
 
@@ -141,12 +135,16 @@ class BatchPlan:
         return Batch(
             pairs=tuple(pairs),
             layouts=tuple(
-                left_pad([by_prompt[prompt] for by_prompt in self.layouts for prompt in used])
+                left_pad(
+                    [by_prompt[prompt] for by_prompt in self.arrangement.layouts for prompt in used]
+                )
             ),
             prefixes=tuple(prefix for prefix in self.prefixes for _ in used),
             owner=tuple(used.index(prompt) for prompt, _ in pairs),
-            steps=tuple(self.steps[prompt] for prompt, _ in pairs),
-            uniform=self._uniform(pairs, [self.streams[prompt] for prompt, _ in pairs], trial),
+            steps=tuple(self.arrangement.steps[prompt] for prompt, _ in pairs),
+            uniform=self._uniform(
+                pairs, [self.arrangement.streams[prompt] for prompt, _ in pairs], trial
+            ),
             prepared=tuple(self.prepared[prompt] for prompt in used),
         )
 
@@ -157,7 +155,7 @@ class BatchPlan:
             layouts=tuple(left_pad(layouts)),
             prefixes=(None,) * len(pairs),
             owner=tuple(range(len(pairs))),
-            steps=tuple(self.steps[prompt] for prompt, _ in pairs),
+            steps=tuple(self.arrangement.steps[prompt] for prompt, _ in pairs),
             uniform=self._uniform(pairs, list(map(chat_stream, layouts))),
             prepared=tuple(self.prepared[prompt] for prompt, _ in pairs),
         )
@@ -165,7 +163,7 @@ class BatchPlan:
     def _uniform(
         self, pairs: Sequence[tuple[int, int]], streams: Sequence[str], trial: int = 0
     ) -> Float[np.ndarray, "sample step"]:
-        steps = [self.steps[prompt] for prompt, _ in pairs]
+        steps = [self.arrangement.steps[prompt] for prompt, _ in pairs]
         uniform = np.zeros((len(pairs), max(steps)))
         for numbers, (_, sample), stream, n in zip(uniform, pairs, streams, steps, strict=True):
             numbers[:n] = uniforms(self.cell.seed, stream, sample, n, trial)
@@ -174,7 +172,11 @@ class BatchPlan:
     @property
     def rules(self) -> list[Augmentation]:
         """The augmentations of all branches that act."""
-        return [rule for branch in self.augmentations for rule in active_augmentations(branch)]
+        return [
+            rule
+            for branch in self.arrangement.augmentations
+            for rule in active_augmentations(branch)
+        ]
 
     @property
     def prefix_names(self) -> dict[str, str | SoftPrefixName | None]:
@@ -186,7 +188,7 @@ class BatchPlan:
 
     @property
     def new_tokens(self) -> int:
-        steps = sum(self.steps[prompt] for batch in self.batches for prompt, _ in batch)
+        steps = sum(self.arrangement.steps[prompt] for batch in self.batches for prompt, _ in batch)
         return self.cell.n_turns * steps
 
     @property
@@ -210,7 +212,7 @@ class BatchPlan:
         return [
             f"in branch {name!r} of {prompt!r} the token {layout.merged!r} spans the boundary of"
             " prefix and prompt and counts as prefix"
-            for name, by_prompt in zip(self.branches, self.layouts, strict=True)
+            for name, by_prompt in zip(self.branches, self.arrangement.layouts, strict=True)
             for prompt, layout in zip(self.prompts, by_prompt, strict=True)
             if layout.merged is not None
         ]
@@ -284,11 +286,8 @@ def plan_batches(model: Model, cell: Cell, context: MethodContext | None = None)
     return BatchPlan(
         cell=cell,
         branches=names,
-        layouts=arrangement.layouts,
+        arrangement=arrangement,
         prefixes=prefixes,
-        augmentations=arrangement.augmentations,
-        steps=arrangement.steps,
-        streams=arrangement.streams,
         prepared=prepared,
         batches=_split_into_batches(
             pairs,

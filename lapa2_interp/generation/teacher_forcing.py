@@ -222,17 +222,17 @@ def _read(
     tokens = torch.tensor(even, device=model.cfg.device, dtype=torch.long)
     recorder = Recorder(model.cfg.n_layers, model.cfg.n_heads, trace, patterns, layer_types(model))
     recorder.begin(padded)
-    state = new_rows(model, active)
+    cached_rows = new_rows(model, active)
     with (
         decided_path(model, tokens.shape[1], width) as fused,
         augmented(model, batch.augmentations, padded, recorder),
     ):
         # Without the matrix, a text is read at once.
         chunk = chunk or (tokens.shape[1] if fused else SCORES_AT_ONCE // scores_of_query) or 1
-        state.prompt_pass(padded, batch.prefixes)
-        state.expand(torch.arange(len(padded), device=tokens.device), capacity=width)
+        cached_rows.prompt_pass(padded, batch.prefixes)
+        cached_rows.expand(torch.arange(len(padded), device=tokens.device), capacity=width)
         for part in tokens.split(chunk, dim=1) if tokens.shape[1] else ():
-            state.read_tokens(part)
+            cached_rows.read_tokens(part)
             if progress is not None:
                 progress.update(part.numel())
     return recorder.dataset(padded, (branch,), steps)

@@ -67,11 +67,11 @@ def decode_turns(
     form = plan.cell.branches[0].chat
     assert form is not None
     chats = [form.filled(prompt=plan.prompts[prompt]) for prompt, _ in pairs]
-    layouts = [plan.layouts[0][prompt] for prompt, _ in pairs]
+    layouts = [plan.arrangement.layouts[0][prompt] for prompt, _ in pairs]
     batch = plan.assemble_batch(pairs)
     rows, follows = None, []
     if plan.cell.keeps_turns:
-        rows = KeptRows(model, plan.augmentations[0])
+        rows = KeptRows(model, plan.arrangement.augmentations[0])
         follows = [ids_between_answers(model.tokenizer, chat) for chat in chats]
     tables: list[pd.DataFrame] = []
     traces = []

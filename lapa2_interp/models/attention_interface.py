@@ -33,6 +33,7 @@ from transformers.masking_utils import AttentionMaskInterface, eager_mask
 from lapa2_interp._util.errors import DeadHookError, ModelError, parameter
 from lapa2_interp.bias.layer_types import LayerType, describe_runs
 from lapa2_interp.models.blocks import ATTENTION_NAME, OUTSIDE_ERROR, PassState, open_block
+from lapa2_interp.models.cache_name import cache_of
 from lapa2_interp.models.card import Model, TransformersModel, decoder_size, layer_types
 from lapa2_interp.models.machine import Attn, machine_memory
 from lapa2_interp.models.span_attention import SpanScores
@@ -168,7 +169,7 @@ def _size_of_pass(arguments: dict[str, Any]) -> tuple[int, int, int]:
     read = arguments.get("input_ids")
     read = arguments.get("inputs_embeds") if read is None else read
     rows, queries = (1, 1) if read is None else read.shape[:2]
-    cache = arguments.get("past_key_values")
+    cache = cache_of(arguments)
     return rows, queries, queries + (0 if cache is None else int(cache.get_seq_length()))
 
 

@@ -20,6 +20,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from lapa2_interp._util.errors import DeadHookError, ModelError
+from lapa2_interp.models.cache_name import cache_of
 from lapa2_interp.models.card import (
     Model,
     is_bridge,
@@ -116,7 +117,7 @@ def check_cache_grew(network: Any, grew: bool) -> None:
     if not grew:
         raise ModelError(
             f"{type(network).__name__} has dropped the cache of a pass, so that the next would read"
-            " another text; a model must keep the keys that it reads in past_key_values"
+            " another text; a model must keep the keys that it reads in the cache that it is given"
         )
 
 
@@ -159,7 +160,7 @@ def open_block(
         # Let the block add arguments, and note the cache.
         arguments = arguments_by_name(module, args, kwargs)
         added = dict(arguments)
-        if (cache := arguments.get("past_key_values")) is not None:
+        if (cache := cache_of(arguments)) is not None:
             state.cache = cache, int(cache.get_seq_length())  # some count in a tensor
         begin(added)
         new = {name: value for name, value in added.items() if arguments.get(name) is not value}

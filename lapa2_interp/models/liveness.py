@@ -9,8 +9,8 @@ Two passes over a short sequence, the second with +3 on one key's score in every
    sink;
 3. the logits move.
 
-In models with recurrent layers, tokens after a cached text must also get the logits of one pass;
-and in all, rows of unequal length those of each alone (`positions.rows_problem`).
+Then rows of unequal length must get the logits of each alone (`positions.rows_problem`), and tokens
+after a cached text those of one pass.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from transformers import DynamicCache
 from lapa2_interp._util.errors import DeadHookError, ModelError, parameter
 from lapa2_interp.models.attention_interface import AttentionHooks, hook_attention
 from lapa2_interp.models.blocks import OUTSIDE_ERROR
+from lapa2_interp.models.cache_name import cache_name
 from lapa2_interp.models.card import (
     Model,
     attention_layers,
@@ -38,7 +39,7 @@ from lapa2_interp.models.card import (
     plain_network,
     weights_dtype,
 )
-from lapa2_interp.models.positions import rows_problem
+from lapa2_interp.models.positions import rows_problem, tolerance
 
 HOOK_SCORES = "blocks.{}.attn.hook_attn_scores"
 HOOK_PATTERN = "blocks.{}.attn.hook_pattern"
@@ -87,14 +88,16 @@ class Liveness:
 @torch.no_grad()
 def probe(model: Model) -> Liveness:
     """Edit the scores of every layer once, and compare patterns and logits; then compare rows of
-    unequal length with each alone.
+    unequal length with each alone, and passes after a cached text with one pass.
 
     Raises:
         ModelError: Its logits are NaN without any edit.
     """
     check_has_tokenizer(model)
     probe = _probe_attention(model)
-    if probe.alive and is_bridge(model) and (problem := rows_problem(model)) is not None:
+    if probe.alive and is_bridge(model):
+        problem = rows_problem(model)
+        problem = _cache_problem(model) if problem is None else problem
         return Liveness(probe.logit_shift, problem)
     return probe
 
@@ -104,7 +107,7 @@ def _probe_attention(model: Model) -> Liveness:
     layers = attention_layers(model)
     if not layers:
         return Liveness(0.0, "none of its layers has attention")
-    ids = torch.arange(8, device=model.cfg.device).remainder(model.cfg.d_vocab)[None]
+    ids = _probe_ids(model)
     scores: dict[int, Tensor] = {}
     patterns: dict[int, Tensor] = {}
 
@@ -124,8 +127,6 @@ def _probe_attention(model: Model) -> Liveness:
             "the model's logits are NaN (not a number) before anything is changed: weights are NaN,"
             f" or numbers exceed its dtype; load sound weights, or another {parameter('dtype')}"
         )
-    if (problem := _cache_problem(model, ids, plain)) is not None:
-        return Liveness(0.0, problem)
     # A pass with an edit, through the attention interface of a plain transformers model.
     if (network := plain_network(model)) is not None:
         try:
@@ -158,16 +159,14 @@ def _probe_attention(model: Model) -> Liveness:
     return _judge(plain, edited, scores, patterns, layers)
 
 
-def _cache_problem(model: Model, ids: Tensor, one_pass: Tensor) -> str | None:
-    """What is wrong with the passes of a hybrid after a cached text; None if nothing, and for other
-    models.
+def _probe_ids(model: Model) -> Tensor:
+    return torch.arange(8, device=model.cfg.device).remainder(model.cfg.d_vocab)[None]
 
-    Args:
-        whole: The logits of one pass over the ids.
-    """
+
+def _cache_problem(model: Model) -> str | None:
+    """What is wrong with passes of a bridge or `TransformersModel` after a cached text."""
     network: Any = network_of(model)
-    if not is_bridge(model) or not is_hybrid(network.config):
-        return None
+    ids = _probe_ids(model)
     cache = DynamicCache(config=network.config.get_text_config())
     positions, logits = torch.arange(ids.shape[1], device=ids.device)[None], []
     try:
@@ -178,17 +177,19 @@ def _cache_problem(model: Model, ids: Tensor, one_pass: Tensor) -> str | None:
                     ids[:, there],
                     attention_mask=torch.ones_like(ids[:, :stop]),
                     position_ids=positions[:, there],
-                    past_key_values=cache,
+                    **{cache_name(network): cache},
                 ).float()
             )
     except (AttributeError, TypeError, ValueError) as error:
         return f"it takes no cache of transformers ({str(error).partition(chr(10))[0]})"
-    off = (torch.cat(logits, dim=1) - one_pass).abs().max()
-    if off <= LOGIT_TOLERANCE[weights_dtype(model)]:
+    wanted, computed = model(ids).float().log_softmax(-1), torch.cat(logits, dim=1).log_softmax(-1)
+    off = (computed - wanted).abs().mean()
+    if off <= tolerance(network):
         return None
+    cause = "its recurrent layers begin anew in" if is_hybrid(network.config) else "it misreads"
     return (
-        f"its recurrent layers begin anew in a pass of several tokens after a cached text: logits"
-        f" differ by {off:.1g} from those of one pass"
+        f"{cause} a pass of several tokens after a cached text: log-probabilities differ by"
+        f" {off:.1g} from those of one pass"
     )
 
 

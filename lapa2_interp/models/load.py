@@ -28,6 +28,7 @@ from lapa2_interp._util.values import Count, numbers_checked
 from lapa2_interp.bias.layout import text_markers
 from lapa2_interp.bias.tokens import without_dropout
 from lapa2_interp.models.blocks import check_no_open_block
+from lapa2_interp.models.cache_name import let_bridges_read
 from lapa2_interp.models.card import (
     Model,
     TransformersModel,
@@ -219,6 +220,7 @@ def resolve_model(model: Model | str | Path) -> Model:
         return load_model(model)
     check_has_tokenizer(model)
     if getattr(model, "lapa2_card", None) is None:
+        let_bridges_read(network_of(model))
         assert_live(model, model.cfg.model_name)
         model_card(model)
     return model
@@ -518,13 +520,15 @@ def _make_bridge(network: Any, tokenizer: Any, name: str, dtype: Any, device: st
 
     # For models that read images, too, transformer-lens would have pip install torchvision.
     with mock.patch("subprocess.check_call", side_effect=OSError):
-        return TransformerBridge.boot_transformers(
+        model = TransformerBridge.boot_transformers(
             name,
             hf_model=network,
             tokenizer=_without_reload(tokenizer, name),
             dtype=dtype,
             device=device,
         )
+    let_bridges_read(network)
+    return model
 
 
 def wrap_in_bridge(

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from lapa2_interp._util.errors import DeadHookError
 from lapa2_interp.models.attention_interface import AttentionHooks, hook_attention
+from lapa2_interp.models.cache_name import cache_name
 from lapa2_interp.models.card import (
     Model,
     context_length,
@@ -125,7 +126,8 @@ def _difference(logits: Tensor, wanted: Tensor) -> float:
 
 
 def _log_probs(model: Model, ids: Tensor, **settings: Any) -> Float[Tensor, "row query vocab"]:
-    if plain_network(model) is not None and "past_key_values" in _parameters(network_of(model)):
+    network = network_of(model)
+    if plain_network(model) is not None and cache_name(network) in _parameters(network):
         settings["use_cache"] = False
     output = model(ids, **settings)
     return getattr(output, "logits", output).float().log_softmax(-1)

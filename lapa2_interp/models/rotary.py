@@ -16,6 +16,7 @@ from torch import Tensor
 
 from lapa2_interp._util.errors import LayoutError
 from lapa2_interp.models.blocks import arguments_by_name
+from lapa2_interp.models.cache_name import cache_of
 from lapa2_interp.models.card import rotary_limit
 
 LONG_ATTRIBUTE = "lapa2_long"
@@ -45,7 +46,7 @@ def refuse_mixed_rotary(network: Any) -> None:
 def _check_pass(part: Any, args: tuple, kwargs: dict[str, Any], *, kind: str, limit: int) -> None:
     # The lengths of the pass and of its rows.
     arguments = arguments_by_name(part, args, kwargs)
-    cache = arguments.get("past_key_values")
+    cache = cache_of(arguments)
     read = next((arguments[name] for name in INPUT_NAMES if arguments.get(name) is not None), None)
     if read is None:
         return  # transformers says what is missing

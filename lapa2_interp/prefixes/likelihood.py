@@ -18,6 +18,7 @@ from transformers.cache_utils import DynamicCache
 
 from lapa2_interp._util.errors import LayoutError, ModelError
 from lapa2_interp.models.blocks import check_cache_grew, check_no_checkpointing
+from lapa2_interp.models.cache_name import cache_name
 from lapa2_interp.models.card import short_context
 from lapa2_interp.models.lone_pass import lone_pass
 
@@ -205,8 +206,8 @@ def _nll_of_lone_pass(
         input_ids=rows.ids[:, :-1],
         attention_mask=torch.cat([live.new_ones(n_rows, slots), live], dim=1),
         position_ids=positions.expand(n_rows, -1),
-        past_key_values=cache,
         use_cache=cache is not None,
+        **{cache_name(network): cache},
     )
     check_cache_grew(network, cache is None or cache.get_seq_length() > slots)
     scored = rows.targets[:, 1:]

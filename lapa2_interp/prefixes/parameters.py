@@ -9,6 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from lapa2_interp.models.cache_name import cache_name
 from lapa2_interp.prefixes.recipes import TrainingRecipe
 from lapa2_interp.prefixes.soft_prefix import PrefixShape
 
@@ -85,11 +86,12 @@ def text_keys_and_values(
     rotary = any(getattr(network.config, name, None) for name in ("rope_parameters", "rope_theta"))
     positions = torch.arange(-1, slots, device=device)
     positions = positions - (0 if shifted else slots) if rotary else positions.clamp(min=0)
-    cache = network.base_model(
+    output = network.base_model(
         input_ids=torch.tensor([[*start, *ids]], device=device),
         position_ids=positions[None],
         use_cache=True,
-    ).past_key_values
+    )
+    cache = output[cache_name(network)]
     return torch.stack(
         [
             torch.stack([getattr(layer, name)[0, :, len(start) :] for layer in cache.layers])

@@ -234,7 +234,10 @@ def recompute_attention(
     plans = [_plan_prompt(model, run, cell, selected.prompt) for cell in cells]
     # The branch, whose keys must be the same in all arms.
     number = _branch_number(plans[0], branch)
-    branch, layouts = plans[0].branches[number], [plan.layouts[number][0] for plan in plans]
+    branch, layouts = (
+        plans[0].branches[number],
+        [plan.arrangement.layouts[number][0] for plan in plans],
+    )
     layout = layouts[0]
     if len({(layout.ids, layout.soft) for layout in layouts}) > 1:
         raise TraceError(
@@ -275,7 +278,7 @@ def recompute_attention(
         arms.append(
             ArmAttention(
                 arm=name,
-                augmentation=plans[i].augmentations[number],
+                augmentation=plans[i].arrangement.augmentations[number],
                 tokens=tuple(tokens),
                 end=end if own_text else "",
                 patterns=patterns,
@@ -335,7 +338,7 @@ def _attention_trace(
     Raises:
         TraceError: Memory is too small, or attention is not finite.
     """
-    layouts = [plan.layouts[number][0] for plan in plans]
+    layouts = [plan.arrangement.layouts[number][0] for plan in plans]
     size = (model.cfg.n_layers, model.cfg.n_heads)
     longest = max(map(len, rows))
     need = COPIES * trace_bytes(
@@ -350,7 +353,7 @@ def _attention_trace(
         model,
         layouts,
         rows,
-        [plan.augmentations[number] for plan in plans],
+        [plan.arrangement.augmentations[number] for plan in plans],
         prefixes=[plan.prefixes[number] for plan in plans],
         branch=plans[0].branches[number],
         patterns=[(layer, head) for layer in range(size[0]) for head in range(size[1])],
@@ -387,7 +390,7 @@ def _selected_tokens(made: FinishedCell, selected: SelectedText) -> tuple[list[i
 
 def _branch_number(todo: BatchPlan, name: str | None) -> int:
     if name is None:
-        with_prefix = [i for i, row in enumerate(todo.layouts) if row[0].l_pre]
+        with_prefix = [i for i, row in enumerate(todo.arrangement.layouts) if row[0].l_pre]
         return with_prefix[0] if with_prefix else 0
     if name not in todo.branches:
         raise TraceError(unknown_choice("branch", name, todo.branches))
@@ -421,7 +424,7 @@ def _step_control(
     the reason why it cannot be computed."""
     if planned.prefixes[number] is not None:
         return {}, "the branch has a soft prefix"
-    if not planned.layouts[number][0].l_pre:
+    if not planned.arrangement.layouts[number][0].l_pre:
         return {}, "the branch has no prefix"
     if cell.doubled_bos:
         return {}, "the run doubles BOS"
@@ -433,11 +436,11 @@ def _step_control(
             prompts=Prompts(texts=(prompt,)),
             texts={prompt: [tokens]},
         )
-        if contrast.examples[0].layouts[0].ids != planned.layouts[number][0].ids:
+        if contrast.examples[0].layouts[0].ids != planned.arrangement.layouts[number][0].ids:
             return {}, "the branch's prefix is not the task's"
         metrics = [name for name in ("js", "lex") if name in contrast.metrics]
         score = control_score(
-            model, contrast, metrics=metrics, augmentation=planned.augmentations[number]
+            model, contrast, metrics=metrics, augmentation=planned.arrangement.augmentations[number]
         )
     except Lapa2Error as error:
         return {}, str(error)

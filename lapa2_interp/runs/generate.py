@@ -234,9 +234,11 @@ def announcement(model: Model, plans: Sequence[BatchPlan]) -> str:
     for plan in plans:
         keys = max(
             len(layout) + new
-            for by_prompt in plan.layouts
-            for layout, new in zip(by_prompt, plan.steps, strict=True)
+            for by_prompt in plan.arrangement.layouts
+            for layout, new in zip(by_prompt, plan.arrangement.steps, strict=True)
         )
         layers, heads = model.cfg.n_layers, model.cfg.n_heads
-        size += trace_bytes(trace, plan.rows, max(plan.steps), layers, heads, patterns, keys)
+        size += trace_bytes(
+            trace, plan.rows, max(plan.arrangement.steps), layers, heads, patterns, keys
+        )
     return f"{line}; the trace takes {size / 1e6:.1f} MB"

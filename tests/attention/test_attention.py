@@ -12,6 +12,7 @@ from lapa2_interp.bias.layout import Layout, left_pad
 from lapa2_interp.bias.padded_rows import PaddedRows
 from lapa2_interp.bias.theory import shifted_share
 from lapa2_interp.models import probe
+from lapa2_interp.models.cache_name import cache_name
 from lapa2_interp.models.liveness import HOOK_PATTERN, HOOK_SCORES, assert_live
 
 GENERATED = [70, 81, 92, 103, 114]
@@ -343,7 +344,7 @@ def test_soft_slots_in_a_cache(tiny):
                 layout.tensor,
                 attention_mask=torch.ones(1, len(layout), dtype=torch.long),
                 position_ids=torch.arange(len(layout.ids))[None],
-                past_key_values=cache,
+                **{cache_name(model.original_model): cache},
             )
         return patterns
 
@@ -382,11 +383,12 @@ def test_a_cache_that_drops_keys_is_an_error():
         num_key_value_heads=2, sliding_window=8,
     )  # fmt: skip
     model = bridge_of(config, "tiny-mistral")
-    layout, cache = branch(model), DynamicCache(config=config)
+    layout = branch(model)
+    cached = {cache_name(model.original_model): DynamicCache(config=config)}
     with torch.no_grad(), augmented(model, Augmentation(alpha=1), layout):
-        model(layout.tensor, past_key_values=cache)
+        model(layout.tensor, **cached)
         with pytest.raises(LayoutError, match="sliding window drops old ones"):
-            model(torch.tensor([[70]]), past_key_values=cache)
+            model(torch.tensor([[70]]), **cached)
 
 
 @pytest.mark.parametrize(

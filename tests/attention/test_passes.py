@@ -14,6 +14,7 @@ from lapa2_interp._util.errors import LayoutError
 from lapa2_interp.attention.recorder import Recorder
 from lapa2_interp.bias.layout import left_pad
 from lapa2_interp.bias.padded_rows import PaddedRows
+from lapa2_interp.models.cache_name import cache_name
 from lapa2_interp.models.card import network_of
 
 PLAIN, BARE = "TransformersModel", "network"
@@ -48,7 +49,7 @@ def read(model, ids, **settings):
 def cached(model):
     """A new cache, as the arguments that a pass takes."""
     if hasattr(model, "original_model") or hasattr(model, "config"):
-        return {"past_key_values": DynamicCache()}
+        return {cache_name(network_of(model)): DynamicCache()}
     from transformer_lens.cache.key_value_cache import TransformerLensKeyValueCache
 
     return {"past_kv_cache": TransformerLensKeyValueCache.init_cache(model.cfg, "cpu", 2)}
@@ -133,14 +134,14 @@ def test_a_mask_that_is_not_that_of_the_layouts_is_an_error_with_a_cache_too(kin
     model, layouts = loaded("tiny-llama", kind)
     padded = left_pad(layouts)
     ids, mask = PaddedRows.of(padded)[1:3]
-    cache = DynamicCache()
+    cache = cached(model)
     with augmented(model, RULE, padded):
-        read(model, ids, attention_mask=mask, past_key_values=cache)
+        read(model, ids, attention_mask=mask, **cache)
         with pytest.raises(LayoutError, match="has no attention_mask"):
-            read(model, TAIL[:, :1], past_key_values=cache)
+            read(model, TAIL[:, :1], **cache)
         with pytest.raises(LayoutError, match="row 1 masks 0 slots where its layout has"):
             ones = torch.ones(2, ids.shape[1] + 1, dtype=torch.long)
-            read(model, TAIL[:, :1], attention_mask=ones, past_key_values=cache)
+            read(model, TAIL[:, :1], attention_mask=ones, **cache)
         with pytest.raises(LayoutError, match=r"row 1 masks .* \(slot 0 differs\)"):
             read(model, ids, attention_mask=mask.flip(1))
 
@@ -250,9 +251,9 @@ def test_the_beginning_of_a_layout_is_read_as_in_a_whole_pass():
 
 def test_chunks_of_other_ids_are_named_by_their_slot():
     net, layouts = loaded("tiny-llama", BARE)
-    ids, cache = layouts[0].tensor.clone(), DynamicCache()
+    ids, cache = layouts[0].tensor.clone(), cached(net)
     ids[0, -1] = 65
     with augmented(net, RULE, layouts[0]):
-        read(net, ids[:, :4], past_key_values=cache)
+        read(net, ids[:, :4], **cache)
         with pytest.raises(LayoutError, match=rf"reads token 65 in slot {ids.shape[1] - 1},"):
-            read(net, ids[:, 4:], past_key_values=cache)
+            read(net, ids[:, 4:], **cache)

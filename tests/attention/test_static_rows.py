@@ -3,6 +3,8 @@
 No GPU is needed: `replay.replayed` stands for a CUDA graph. Families and rules: `test_conformance`.
 """
 
+from functools import wraps
+
 import numpy as np
 import pytest
 import torch
@@ -137,6 +139,7 @@ def test_a_model_that_reads_hidden_slots_is_refused(monkeypatch):
     model = load("tiny-gpt2", "float32", PLAIN)
     forward_with_mask = model.original_model.forward
 
+    @wraps(forward_with_mask)
     def forward(*args, attention_mask, **settings):
         return forward_with_mask(*args, attention_mask=torch.zeros_like(attention_mask), **settings)
 

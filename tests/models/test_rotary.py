@@ -35,6 +35,7 @@ from lapa2_interp.generation.plan import plan_batches
 from lapa2_interp.methods.chat import chat_task
 from lapa2_interp.methods.registry import find_class
 from lapa2_interp.models import model_card
+from lapa2_interp.models.cache_name import cache_name
 from lapa2_interp.models.card import network_of, short_context
 from lapa2_interp.models.load import load_model
 from lapa2_interp.models.rotary import refuse_mixed_rotary
@@ -420,25 +421,27 @@ def test_a_stale_cache_is_refused(models, folder, first, use):
     network = network_of(models[PLAIN])
     if use == "bare":  # first met by a block, when its cache is there already
         network = Phi3ForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
-    cache = network(torch.full((1, first), 5)).past_key_values
+    name = cache_name(network)
+    cache = network(torch.full((1, first), 5))[name]
     layout = Layout.of(models[PLAIN].tokenizer, "good:", "z")
     with (
         augmented(network, None, layout),
         pytest.raises(LayoutError, match=rf"the {first} keys in its cache .* short texts"),
     ):
-        network(torch.full((1, LIMIT + 1 - first), 5), past_key_values=cache)
+        network(torch.full((1, LIMIT + 1 - first), 5), **{name: cache})
 
 
 def test_a_cache_of_long_texts_goes_on(models):
     network = network_of(models[PLAIN])
     ids = torch.randint(3, 250, (1, 30), generator=torch.Generator().manual_seed(0))
+    name = cache_name(network)
     with torch.no_grad():
-        cache = network(ids[:, :25]).past_key_values
-        logits = network(ids[:, 25:], past_key_values=cache).logits
+        cache = network(ids[:, :25])[name]
+        logits = network(ids[:, 25:], **{name: cache}).logits
         torch.testing.assert_close(logits, network(ids).logits[:, 25:], atol=1e-5, rtol=0)
         with pytest.raises(LayoutError, match="factors of long texts"):
             cache.crop(-15)
-            network(ids[:, 15:17], past_key_values=cache)
+            network(ids[:, 15:17], **{name: cache})
 
 
 # --- other models

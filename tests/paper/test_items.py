@@ -86,6 +86,7 @@ TOOLS = (
     "shared_heads",
     "train_adapters",
     "undecided",
+    "without_the_matrix",
 )
 """Scripts of analyses/ that are no item's."""
 ITEMS = sorted({file.name.split(".")[0] for file in GOLDEN.glob("*.csv")})

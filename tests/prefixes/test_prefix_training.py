@@ -15,6 +15,7 @@ from torch.nn.functional import cross_entropy
 from lapa2_interp._util.errors import PrefixError
 from lapa2_interp._util.progress import hidden_bar
 from lapa2_interp.methods import load_task
+from lapa2_interp.models.cache_name import cache_name
 from lapa2_interp.models.load import load_transformers, shared_tokenizer
 from lapa2_interp.prefixes.evaluation import nll_interval
 from lapa2_interp.prefixes.likelihood import TextRows, text_nll
@@ -131,7 +132,9 @@ def test_nll_and_its_gradient_are_those_of_the_models_own_logits(tiny, shifted):
             cache.update(both[0, layer][None], both[1, layer][None], layer)
         positions = torch.arange(len(text)) + (4 if shifted else 0)
         logits = network(
-            torch.tensor([[0, *text[:-1]]]), past_key_values=cache, position_ids=positions[None]
+            torch.tensor([[0, *text[:-1]]]),
+            position_ids=positions[None],
+            **{cache_name(network): cache},
         ).logits[0]
         expected.append(cross_entropy(logits, torch.tensor(text), reduction="none"))
     for row, row_nll in enumerate(expected):
@@ -286,9 +289,10 @@ def test_a_start_from_text_is_that_texts_keys_and_values():
     network, _, _ = load_transformers("tiny-llama", "float64")
     ids = [5, 6, 7, 8]
     shifted = text_keys_and_values(network, (0,), ids, 4, True)
-    cache = network(
+    output = network(
         torch.tensor([[0, *ids]]), position_ids=torch.arange(-1, 4)[None], use_cache=True
-    ).past_key_values
+    )
+    cache = output[cache_name(network)]
     assert (
         shifted[0] - torch.stack([layer.keys[0, :, 1:] for layer in cache.layers])
     ).abs().max() < ANGLES

@@ -15,6 +15,7 @@ from lapa2_interp.attention.cache import new_rows, soft_inputs
 from lapa2_interp.bias.layout import Layout, left_pad
 from lapa2_interp.methods import load_task
 from lapa2_interp.methods import registry as methods
+from lapa2_interp.models.cache_name import cache_name
 from lapa2_interp.models.card import is_bridge, model_card
 from lapa2_interp.models.load import load_tokenizer, wrap_in_bridge
 from lapa2_interp.prefixes.soft_prefix import cards_in, find_prefix, load_prefix, save_prefix
@@ -111,7 +112,7 @@ def test_the_keys_and_values_of_a_text_are_that_text(tiny):
     )
     cache = DynamicCache()
     with torch.no_grad():
-        model(text.tensor, past_key_values=cache)
+        model(text.tensor, **{cache_name(model.original_model): cache})
         in_one_pass = model(torch.tensor([text.ids + branch.ids]))[0, len(text.ids) :]
         both = [
             torch.stack([getattr(layer, name)[0] for layer in cache.layers])

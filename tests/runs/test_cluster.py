@@ -9,7 +9,7 @@ from typing import ClassVar
 
 import pytest
 
-from lapa2_interp._util.errors import GridError, RunError
+from lapa2_interp._util.errors import GridError, Lapa2Error, RunError
 from lapa2_interp._util.progress import hidden_bar
 from lapa2_interp.generation.cell import Cell
 from lapa2_interp.runs import ray as clusters
@@ -233,13 +233,19 @@ def test_workers_are_counted_machine_by_machine(pretend, settings, workers):
         ({"device": "auto"}, "has no GPU for device 'auto'; give device='cpu'"),
         ({"device": "cuda:1"}, "allowed: cpu, cuda, auto"),
         ({"gpus_per_worker": 1.5}, "found 1.5"),
-        ({"workers": 0}, "found 0"),
     ],
 )
 def test_what_no_machine_can_do_is_refused(pretend, settings, message):
     machines = pretend({"CPU": 4.0})
     with pytest.raises(RunError, match=message):
         RayPool(**settings)
+    assert not machines.joined
+
+
+def test_no_workers(pretend):
+    machines = pretend({"CPU": 4.0})
+    with pytest.raises(Lapa2Error, match="workers: .* or equal to 1, found 0"):
+        RayPool(workers=0)
     assert not machines.joined
 
 

@@ -721,7 +721,9 @@ def test_a_failing_cell_is_recorded_the_rest_goes_on_and_the_next_sweep_tries_it
 
     def failing(model, plan, pairs, progress):
         made.append(pairs)
-        top = any(rule is not None and rule.layers == "top" for rule in plan.augmentations)
+        top = any(
+            rule is not None and rule.layers == "top" for rule in plan.arrangement.augmentations
+        )
         if top and len(pairs) == 2 and failing.on:
             raise ValueError("out of luck")
         return real(model, plan, pairs, progress)
