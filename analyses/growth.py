@@ -2,13 +2,16 @@
 
     python analyses/growth.py --model tiny-gpt2 --most 4 --out results/growth      # a first look
     python analyses/growth.py --out results/growth
+    python analyses/growth.py --what "prompt, matrix" "prompt, fused" --out results/prompts
 
 One of these is varied, and the others stay small:
 
 - keys: tokens of the prompt, with one row;
 - rows: texts that are decoded together, behind 64 keys;
 - heads: heads whose whole attention rows are kept, with four rows behind 64 keys;
-- cells: cells of a run folder that is opened and asked for the state of each.
+- cells: cells of a run folder that is opened and asked for the state of each;
+- prompt: tokens of a prompt that a plain transformers model reads under a bias, with the matrix of
+  attention scores and without.
 
 The time of a step is the median of 16, in the processor's time of one thread, so that other
 processes matter little. Memory is the most that a process had, less what it had with the model
@@ -62,13 +65,18 @@ POINTS = {
     "rows": (1, 2, 4, 8, 16, 32, 64, 128),
     "heads": (1, 4, 16, 64, 256),
     "cells": (8, 32, 128, 512),
+    "prompt, matrix": (512, 1024, 2048, 4096),
+    "prompt, fused": (512, 1024, 2048, 4096),
 }
 LABELS = {
     "keys": "keys in front of a step",
     "rows": "rows decoded together",
     "heads": "heads with whole attention rows",
     "cells": "cells of a run",
+    "prompt": "tokens of a prompt",
 }
+TIMES = {"cells": ("opening, s", 1), "prompt": ("reading, s", 1)}
+"""Label and factor of a panel's seconds; of the others a step is shown, in ms."""
 STEPS, REPEATS = 16, 3
 
 
@@ -77,6 +85,7 @@ def main() -> None:
     parser = ScriptOptions(str(__doc__), formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--most", type=whole_number(2), help="points of each curve; default all")
+    parser.add_argument("--what", nargs="+", choices=[*POINTS], default=[*POINTS], help="curves")
     parser.add_argument("--out", type=Path, required=True, help="a new folder: growth.csv, .png")
     parser.add_argument("--point", nargs=2, help=argparse.SUPPRESS)  # of a child
     options = parser.parse_args()
@@ -85,7 +94,7 @@ def main() -> None:
         what, n = options.point
         print(json.dumps(measure(options.model, what, int(n))))
         return
-    points = [(what, n) for what, every in POINTS.items() for n in every[: options.most]]
+    points = [(what, n) for what in options.what for n in POINTS[what][: options.most]]
     rows = []
     with result_folder(options.out) as folder, progress_bar(len(points), "growth", "point") as bar:
         for what, n in points:
@@ -107,11 +116,16 @@ def measure(model: str, what: str, n: int) -> dict[str, float]:
     """Seconds and bytes of one point."""
     if what == "cells":
         return measure_run(n)
-    loaded = load_model(model)
+    what, _, attn = what.partition(", ")
+    loaded = (
+        load_model(model, model_class="TransformersModel", attn=attn)
+        if attn
+        else (load_model(model))
+    )
     every = [(i, j) for i in range(loaded.cfg.n_layers) for j in range(loaded.cfg.n_heads)]
-    rows = {"keys": 1, "rows": n, "heads": 4}[what]
+    rows = {"rows": n, "heads": 4}.get(what, 1)
     ids = loaded.tokenizer(" word" * 2 * n, add_special_tokens=False).input_ids
-    prompt = loaded.tokenizer.decode(ids[: n if what == "keys" else 64])
+    prompt = loaded.tokenizer.decode(ids[: n if what in ("keys", "prompt") else 64])
     task = load_task("sentiment").model_copy(update={"length_counts_prompt": False})
     planned = partial(
         cell_of,
@@ -127,8 +141,11 @@ def measure(model: str, what: str, n: int) -> dict[str, float]:
     )
     before, times = peak(), list[float]()
     bar = CountingBar(lambda _: times.append(process_time()))
-    plan = plan_batches(loaded, planned(length=STEPS + 1))
+    plan = plan_batches(loaded, planned(length=1 if attn else STEPS + 1))
+    begun = process_time()
     decode_batch(loaded, plan, plan.batches[0], bar)
+    if attn:
+        return {"seconds": times[0] - begun, "bytes": peak() - before}
     return {"seconds": float(np.median(np.diff(times))), "bytes": peak() - before}
 
 
@@ -176,21 +193,33 @@ def exponents(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def draw(table: pd.DataFrame, fits: pd.DataFrame) -> plots.Drawing:
-    """Time above, memory below, on axes from 0; the exponent over each panel."""
-    whats = table["what"].unique()
+    """Time above, memory below, on axes from 0; the exponents over each panel."""
+    panel_of = table["what"].str.partition(", ")[0]
+    whats = panel_of.unique()
     figure = plots.new_figure(2.3 * len(whats), 4)
     panels = figure.subplots(2, len(whats), squeeze=False)
     for column, what in enumerate(whats):
-        part = table[table["what"] == what]
-        fit = fits[fits["what"] == what].iloc[0]
-        asked = "opening, s" if what == "cells" else "a step, ms"
-        for row, (name, label, scale) in enumerate(
-            (("seconds", asked, 1 if what == "cells" else 1e3), ("bytes", "memory, MB", 1e-6))
+        curves = table[panel_of == what].groupby("what", sort=False)
+        asked, scale = TIMES.get(what, ("a step, ms", 1e3))
+        for row, (name, label, factor) in enumerate(
+            (("seconds", asked, scale), ("bytes", "memory, MB", 1e-6))
         ):
-            axes = panels[row, column]
-            axes.plot(part["n"], part[name] * scale, "o-", ms=3, lw=1, color=plots.COLOURS[1])
+            axes, slopes = panels[row, column], fits.set_index("what")[name]
+            for colour, (curve, part) in zip(plots.COLOURS[1:], curves, strict=False):
+                axes.plot(
+                    part["n"],
+                    part[name] * factor,
+                    "o-",
+                    ms=3,
+                    lw=1,
+                    color=colour,
+                    label=curve.removeprefix(f"{what}, "),
+                )
             axes.set_ylim(bottom=0)
-            axes.set_title(f"exponent {fit[name]:.2f}", fontsize=8)
+            shown = ", ".join(f"{slopes[curve]:.2f}" for curve in curves.groups)
+            axes.set_title(f"exponent {shown}", fontsize=8)
+            if len(curves) > 1:
+                axes.legend(fontsize=7, frameon=False)
             plots.plain_axes(axes, LABELS[what] if row else "", label)
     return figure
 

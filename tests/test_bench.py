@@ -118,10 +118,15 @@ def test_shapes_have_the_size_of_their_models(bench, shape, size):
 
 def test_growth_measures_its_points_and_finds_exponents():
     growth = script("growth")
-    for what, n in (("keys", 64), ("rows", 2), ("heads", 4), ("cells", 3)):
+    points = ("keys", 64), ("rows", 2), ("heads", 4), ("cells", 3), ("prompt, fused", 64)
+    for what, n in points:
         assert growth.measure("tiny-gpt2", what, n)["seconds"] > 0
     n = np.array([1, 2, 4, 8, 16, 32])
     table = pd.DataFrame({"what": "rows", "n": n, "seconds": 0.1 * n**1.5, "bytes": 7.0 * n**2})
     fits = growth.exponents(table)
     assert fits[["seconds", "bytes"]].to_numpy() == pytest.approx(np.array([[1.5, 2.0]]))
     assert len(growth.draw(table, fits).axes) == 2
+    two = pd.concat([table.assign(what=f"prompt, {attn}") for attn in ("matrix", "fused")])
+    panels = growth.draw(two, growth.exponents(two)).axes
+    assert [len(panel.lines) for panel in panels] == [2, 2]
+    assert panels[0].get_title() == "exponent 1.50, 1.50"
