@@ -15,7 +15,7 @@ from lapa2_interp.methods import load_task
 from lapa2_interp.methods.chat import chat_task
 from lapa2_interp.runs.grid import load_grid
 
-MINE = ("device", "trust_remote_code", "pack", "announce", "yes")
+MINE = ("device", "trust_remote_code", "pack", "attn", "announce", "yes")
 """Arguments of `generate` that decide no text."""
 ONE_VALUE = ("model", "prompts", "label", "patterns", "dtype", "model_class")
 ON_COMMAND_LINE = {"parameters": "set"}
