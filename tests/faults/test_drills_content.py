@@ -156,7 +156,9 @@ def test_sheets_of_a_hostile_run_are_inert_and_come_back(run, on_terminal, tmp_p
     sheet.assign(relevance="5", fluency="4", topicality="3", annotator=ESCAPES + "Ann").to_csv(
         answers, index=False, quoting=csv.QUOTE_ALL
     )
-    on_terminal("scorers", "answers", tmp_path / "key.csv", answers, "--out", tmp_path / "read")
+    on_terminal(
+        *("scorers", "answers", answers, "--key", tmp_path / "key.csv"), "--out", tmp_path / "read"
+    )
     answered = pd.read_csv(tmp_path / "read" / "answers.csv", keep_default_na=False)
     assert set(answered["attribute"]) <= {FORMULA_NAME, HTML_NAME}
     assert set(answered["annotator"]) == {ESCAPES + "Ann"}
