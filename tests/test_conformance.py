@@ -578,8 +578,6 @@ def a_prompt_in_pieces_is_the_whole(subject: Subject) -> Compared:
     else:
         assert largest[1] <= of_three < largest[0]
     exact = 1e-10 if subject.atol == 1e-9 else subject.atol
-    if subject.case.model == "Llama 4":  # rotates and routes in float32
-        exact = 1e-6
     return Compared(logits[1], logits[0], exact)
 
 
