@@ -24,15 +24,17 @@ from lapa2_interp.models.tiny import TINY
 IDS = torch.arange(3, 11)[None]
 
 
-@pytest.mark.parametrize("kind", ["TransformerBridge", PLAIN])
+@pytest.mark.parametrize(("kind", "atol"), [("TransformerBridge", 1e-12), (PLAIN, 1e-5)])
 @torch.no_grad()
-def test_passes_after_a_cached_text_equal_one_pass(kind):
+def test_passes_after_a_cached_text_equal_one_pass(kind, atol):
+    """transformers takes cosines in float32, and some processors other last bits for fewer of
+    them. An unread cache changes logits by .2 and more."""
     for name in TINY:
         model = load(name, "float64", kind)
         cache, argument = DynamicCache(), cache_name(network_of(model))
         parts = [model(part, **{argument: cache}) for part in IDS.split((4, 3, 1), dim=1)]
         assert cache.get_seq_length() == IDS.shape[1]
-        torch.testing.assert_close(torch.cat(parts, dim=1), model(IDS), atol=1e-12, rtol=0)
+        torch.testing.assert_close(torch.cat(parts, dim=1), model(IDS), atol=atol, rtol=0)
 
 
 @torch.no_grad()
