@@ -21,7 +21,7 @@ from pathlib import Path
 from lapa2_interp.tasks.task import read_prompts
 data, out = map(Path, sys.argv[1:])
 known, wider = (read_prompts(data / f"rtp_challenging_{n}.jsonl") for n in (203, 1196))
-new = [each for each in wider if each not in known and len(each.splitlines()) == 1]
+new = [prompt for prompt in wider if prompt not in known and len(prompt.splitlines()) == 1]
 (out / "toxic.txt").write_text("\n".join(new[:302]) + "\n", encoding="utf-8")
 END
 arms=(arm=baseline "arm=alpha 0.5 paper" "arm=alpha 0.5 released" "arm=alpha 0.5 paper, span bos")
