@@ -89,8 +89,8 @@ class Family(NamedTuple):
         sees: By layer, which keys its queries see.
         inside: The type of the model that has this one as its text model, beside one for images.
         refused: By class that refuses it, a part of the error.
-        atol: How far logits may lie apart in float64. Experts' routers, sinks, recurrent layers
-            and Llama 4's rotations compute in float32 whatever the dtype.
+        atol: How far logits may lie apart in float64. Experts' routers, sinks and recurrent layers
+            compute in float32 whatever the dtype.
         long: Less often used, so that it is tested by `make test-long`.
     """
 
@@ -165,7 +165,6 @@ FAMILIES = {
         },
         ("chunked 16",) * 3 + ("full",),
         refused={BRIDGE: DELEGATED},
-        atol=1e-6,
     ),
     "Qwen3-Next": Family(
         "qwen3_next",

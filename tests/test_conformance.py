@@ -77,6 +77,9 @@ TOKENS = torch.tensor([[40, 41, 42, 43, 44, 45, 46], [90, 81, 72, 63, 54, 45, 36
 STEPS = TOKENS.shape[1]
 TRACE = 1e-6
 """How far sums of attention may lie apart: traces are stored in float32."""
+PIECES = {"Llama 4": 1e-6}
+"""By model that rotates and routes in float32, how far logits of a text that is read in pieces may
+lie apart: on some processors last bits depend on the number of tokens of a pass."""
 
 
 class Case(NamedTuple):
@@ -476,7 +479,8 @@ def kept_turns_are_one_pass(subject: Subject) -> Compared:
     if subject.case.rule == "PASTA":  # its span is the chat up to each answer
         wanted = alone
     computed = torch.cat([kept_turns(subject, (1, 0)), *alone])
-    return Compared(computed, torch.cat([*wanted, *wanted]), subject.atol)
+    atol = PIECES.get(subject.case.model, subject.atol)
+    return Compared(computed, torch.cat([*wanted, *wanted]), atol)
 
 
 @law(lambda case: case.texts != "soft" and case.rule in ("log", "ratio", "target", "cut"))
@@ -578,7 +582,7 @@ def a_prompt_in_pieces_is_the_whole(subject: Subject) -> Compared:
     else:
         assert largest[1] <= of_three < largest[0]
     exact = 1e-10 if subject.atol == 1e-9 else subject.atol
-    return Compared(logits[1], logits[0], exact)
+    return Compared(logits[1], logits[0], PIECES.get(subject.case.model, exact))
 
 
 def sums_of_patterns(patterns: dict[int, torch.Tensor], layout: Layout) -> np.ndarray:
