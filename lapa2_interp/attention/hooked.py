@@ -60,7 +60,7 @@ from lapa2_interp.models.card import (
     plain_network,
     weights_dtype,
 )
-from lapa2_interp.models.liveness import HOOK_PATTERN, HOOK_SCORES
+from lapa2_interp.models.hook_names import HOOK_PATTERN, HOOK_SCORES
 from lapa2_interp.models.machine import Attn
 from lapa2_interp.models.positions import rows_problem
 from lapa2_interp.models.rotary import refuse_mixed_rotary

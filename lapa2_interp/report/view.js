@@ -257,7 +257,7 @@ export async function render({ model, el }) {
     odds: `log-odds of the ${data.steered}, this step`,
   };
   if (arms[0].run.mean) grids.run = `attention on the ${data.steered}, all texts of the run, steps 0-${data.runSteps - 1}`;
-  for (const [name, each] of Object.entries(data.study)) grids[name] = `${each.about} (${each.unit})`;
+  for (const [name, each] of Object.entries(data.study)) grids[name] = `${each.about} (${each.measure})`;
 
   const chosen = () => ({ step: model.get("token"), head: model.get("head")?.join(".") ?? "mean" });
   const state = { step: 0, head: "mean", key: 0, colour: "mass", grid: "mass", scale: "shared", log: "", bos: "" };
@@ -640,7 +640,7 @@ export async function render({ model, el }) {
         const study = data.study[name];
         for (const each of valuesOf(name)) {
           const one = { mean: each.mean[head], low: each.low?.[head], high: each.high?.[head] };
-          found.push(`${study ? study.about : `${grids[name]}, ${each.title}`} ${shown(one.mean, each.title === "difference")}${within(one)}${study?.unit ? ` ${study.unit}` : ""}`);
+          found.push(`${study ? study.about : `${grids[name]}, ${each.title}`} ${shown(one.mean, each.title === "difference")}${within(one)}${study?.measure ? ` ${study.measure}` : ""}`);
           if (study) Object.assign(told, { [name]: one.mean, [`${name}Low`]: one.low, [`${name}High`]: one.high });
         }
       }

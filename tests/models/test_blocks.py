@@ -128,13 +128,13 @@ def test_a_run_is_not_made_in_an_open_block(kind):
     """Its key and manifest would say "baseline" of texts made under the block."""
     model, _ = loaded(kind)
     asked = {"attribute": "positive", "prompts": ["The lake"], "length": 12, "alpha": 0}
-    alone = list(generate(model, **asked).samples()["text"])
+    alone = list(generate(model, **asked).texts()["text"])
     with (
         augmented(model, STRONG, Layout.of(model.tokenizer, "Very positive:", "The lake")),
         pytest.raises(ModelError, match="is open on this model.*leave the block first"),
     ):
         generate(model, **asked)
-    assert list(generate(model, **asked).samples()["text"]) == alone
+    assert list(generate(model, **asked).texts()["text"]) == alone
 
 
 def test_texts_are_not_read_as_unsteered_in_an_open_block():

@@ -89,7 +89,7 @@ def test_a_model_whose_dropout_is_on_is_refused():
     model = models.load_model("tiny-gpt2", dtype="float32", device="cpu")
     asked = {"attribute": "positive", "prompts": ["The lake"], "samples": 1, "length": 12}
     layout = Layout.of(model.tokenizer, "Very", "lake")
-    before = generate(model, **asked).samples()["text"].tolist()
+    before = generate(model, **asked).texts()["text"].tolist()
     model.train()
     with pytest.raises(ModelError, match=r"in training mode.*call model.eval\(\) first"):
         generate(model, **asked)
@@ -99,7 +99,7 @@ def test_a_model_whose_dropout_is_on_is_refused():
         control_score(
             model, ContrastSet.of(model.eval().train(), "sentiment", prompts=["a"], tokens=2)
         )
-    assert generate(model.eval(), **asked).samples()["text"].tolist() == before
+    assert generate(model.eval(), **asked).texts()["text"].tolist() == before
 
 
 def test_a_model_of_nan_is_said_to_be_one(folder, tmp_path, model_class):
@@ -304,7 +304,7 @@ def test_an_end_id_without_a_token_ends_texts(made, tmp_path):
     asked = {"attribute": "positive", "prompts": ["A", "The lake"], "length": 60, "alpha": 0.0,
              "samples": 8, "top_k": 1000, "trace": "none"}  # fmt: skip
     with_ends, stopped, blocked = (
-        generate(model, eos=eos, **asked).samples()["tokens"].map(list)
+        generate(model, eos=eos, **asked).texts()["tokens"].map(list)
         for eos in ("keep", "stop", "block")
     )
     assert any(extra in tokens for tokens in stopped)
@@ -335,7 +335,7 @@ def test_end_tokens_without_a_logit_are_left_out(tmp_path):
         model = load_model(str(tmp_path / "none"), device="cpu", model_class=kind)
         assert model_card(model).end_ids == model_card(model).end_tokens == ()
         settings = {"attribute": "positive", "prompts": ["The lake"], "length": 24, "samples": 1}
-        assert len(generate(model, eos="block", **settings).samples()) == 1
+        assert len(generate(model, eos="block", **settings).texts()) == 1
 
 
 def test_an_unwritable_cache_says_so(monkeypatch, tmp_path):
