@@ -87,15 +87,15 @@ def make_sheets(
         )
     # Draw from what all arms have continued, and mix.
     arms = table["arm"].nunique()
-    unit = table.groupby([*asked, "sample"], sort=False, dropna=False).ngroup()
-    common = np.flatnonzero(np.bincount(unit) == arms)
-    if not 1 <= (n_units := n_texts // arms if arms else 0) <= len(common):
+    number = table.groupby([*asked, "sample"], sort=False, dropna=False).ngroup()
+    common = np.flatnonzero(np.bincount(number) == arms)
+    if not 1 <= (n_common := n_texts // arms if arms else 0) <= len(common):
         raise ScoringError(
-            f"{n_texts} texts are {n_units} of each of {arms} arms, which have {len(common)} of"
+            f"{n_texts} texts are {n_common} of each of {arms} arms, which have {len(common)} of"
             f" the same prompt, attribute and sample; give {arms} to {arms * len(common)}, or more"
             " samples"
         )
-    drawn = table[unit.isin(rng.choice(common, n_units, replace=False))]
+    drawn = table[number.isin(rng.choice(common, n_common, replace=False))]
     shuffled = drawn.iloc[rng.permutation(len(drawn))].reset_index(drop=True)
     # Ids depend on the texts, too, so that answers to one sheet do not fit the key of another.
     digest = hashlib.sha256("\0".join(shuffled["text"]).encode("utf-8", "replace")).hexdigest()
