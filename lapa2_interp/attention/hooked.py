@@ -138,7 +138,7 @@ def augmented(
 
     Yields:
         Of a plain transformers model: by layer, the path of the last pass of several queries,
-        "fused", or the reason why it has formed the matrix of scores
+        "fused", or the reason why the pass has formed the matrix of scores
         (`models.attention_interface`). Empty with hooks, which always form it.
 
     Raises:
@@ -338,7 +338,8 @@ class _PassCheck:
             The slot of its first query.
 
         Raises:
-            LayoutError: It reads other tokens, masks other slots, or cannot be given positions.
+            LayoutError: The pass reads other tokens, masks other slots, or cannot be given
+                positions.
         """
         self.is_ours = False
         if "tokens" in arguments:  # the ids that a HookedTransformer embeds

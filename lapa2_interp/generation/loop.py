@@ -203,7 +203,7 @@ def _decode_steps(
 def mask_main_branch(log_probs: LogProbs, mask: Callable[[Tensor], Tensor]) -> LogProbs:
     """All branches; in the base branch (or the only one) tokens that are never drawn have -inf.
 
-    A method that keeps the likeliest tokens must not fill up with them.
+    A method that keeps the likeliest tokens must not fill up with tokens that are never drawn.
     """
     main = next(iter(log_probs)) if len(log_probs) == 1 else "base"
     if main not in log_probs:
@@ -215,7 +215,7 @@ def check_numbers(model: Model, logits: Float[Tensor, "row vocab"], step: int) -
     """Refuse a model whose logits are no numbers.
 
     Raises:
-        ModelError: They are NaN.
+        ModelError: A logit is NaN.
     """
     if logits.isnan().any():
         card = model_card(model)
