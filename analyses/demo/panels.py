@@ -429,7 +429,7 @@ def _head_figure(alphas: Sequence[float], mass: np.ndarray) -> plots.Drawing:
 def texts(run: Run, grid: Grid, arms: Mapping[str, str]) -> Panel:
     """Texts of one prompt side by side."""
     from lapa2_interp.models.load import load_tokenizer
-    from lapa2_interp.report.run_texts import MASS_UNIT, colour_top, text_column
+    from lapa2_interp.report.run_texts import MASS_SCALE, colour_top, text_column
 
     # The texts and attention of every arm, on one scale of colour.
     cell = grid.cells[0]
@@ -451,7 +451,7 @@ def texts(run: Run, grid: Grid, arms: Mapping[str, str]) -> Panel:
     for i, prompt in enumerate(prompts):
         for attribute in attributes:
             made = [
-                _coloured_tokens(columns[attribute, arm]["texts"][i], top, MASS_UNIT)
+                _coloured_tokens(columns[attribute, arm]["texts"][i], top, MASS_SCALE)
                 | {"arm": arm_label(arm)}
                 for arm in names
             ]
@@ -478,7 +478,7 @@ def texts(run: Run, grid: Grid, arms: Mapping[str, str]) -> Panel:
         for arm in names
     }
     listed = ", ".join(
-        f"{100 * mean * MASS_UNIT:.1f} % {'at ' * (arm != '0')}{arm_label(arm)}"
+        f"{100 * mean * MASS_SCALE:.1f} % {'at ' * (arm != '0')}{arm_label(arm)}"
         for arm, mean in means.items()
     )
     model = cell.model
@@ -500,7 +500,7 @@ def texts(run: Run, grid: Grid, arms: Mapping[str, str]) -> Panel:
         data={
             "groups": [group for group in groups if group["open"]],
             "folded": [group for group in groups if not group["open"]],
-            "ends": ["0 %", f"{100 * top * MASS_UNIT:.0f} % or more"],
+            "ends": ["0 %", f"{100 * top * MASS_SCALE:.0f} % or more"],
         },
     )
 
