@@ -15,6 +15,7 @@ def circuits(
     *,
     out: Path,
     best: int = 24,
+    placebo: bool = False,
     texts: ContrastOptions = ContrastOptions(),
     computing: ModelOptions = ModelOptions(),
 ) -> None:
@@ -34,13 +35,17 @@ def circuits(
         out: The folder of tables and page (report.html).
         best: How many of the best heads are tested again with the other replacements and phases. As
             many random heads are added.
+        placebo: Also make every map where there is nothing to find: in the same model with random
+            weights, and with the attributes of half of the prompts swapped.
     """
     from lapa2_interp._util.files import write_text
     from lapa2_interp.circuits.study import run_study
+    from lapa2_interp.models.untrained import UNTRAINED
     from lapa2_interp.report.study_page import render_study
 
     loaded = computing.load(model)
-    study = run_study(loaded, texts.task, out, best=best, **texts.parameters())
+    nothing = computing.load(f"{UNTRAINED}{model}") if placebo else None
+    study = run_study(loaded, texts.task, out, best=best, placebo=nothing, **texts.parameters())
     page = out / "report.html"
     write_text(page, render_study(study))
     print(f"\n{study.summary()}\n\nwritten: {page}")
