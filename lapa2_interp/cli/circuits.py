@@ -16,6 +16,7 @@ def circuits(
     *,
     out: Path,
     options: Values,
+    placebo: bool = False,
     texts: ContrastOptions = ContrastOptions(),
     computing: ModelOptions = ModelOptions(),
 ) -> None:
@@ -33,13 +34,17 @@ def circuits(
     Args:
         model: A name of `lapa2 models`, a hub id or a folder. planted has a known circuit.
         out: The folder of tables and page (report.html).
+        placebo: Also make every map where there is nothing to find: in the same model with random
+            weights, and with the attributes of half of the prompts swapped.
     """
     from lapa2_interp._util.files import write_text
     from lapa2_interp.circuits.study import run_study
+    from lapa2_interp.models.untrained import UNTRAINED
     from lapa2_interp.report.study_page import render_study
 
     loaded = computing.load(model)
-    study = run_study(loaded, texts.task, out, **texts.parameters(), **options)
+    nothing = computing.load(f"{UNTRAINED}{model}") if placebo else None
+    study = run_study(loaded, texts.task, out, placebo=nothing, **texts.parameters(), **options)
     page = out / "report.html"
     write_text(page, render_study(study))
     print(f"\n{study.summary()}\n\nwritten: {page}")

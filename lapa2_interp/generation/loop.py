@@ -143,7 +143,7 @@ def _decode_steps(
         # row query vocab; row = branch x prompt
         prompt_logits = rows.prompt_pass(batch.layouts, batch.prefixes, keep)
     state: Any = method.begin(
-        _batch_start(batch, branches, prompt_logits if method.reads_prompt else None)
+        batch_start(batch, branches, prompt_logits if method.reads_prompt else None)
     )
     # Step 2: prompts are expanded to samples; their keys and values when `continued_rows` opens.
     logits = prompt_logits[expansion, -1]  # row vocab; from here on row = branch x sample
@@ -177,7 +177,7 @@ def _decode_steps(
         recorder,
     ) as rows:
         for step in range(max(batch.steps)):
-            log_probs = _log_probs_by_branch(logits, branches)  # by branch: sample vocab
+            log_probs = log_probs_by_branch(logits, branches)  # by branch: sample vocab
             masked_log_probs = mask_main_branch(log_probs, mask_forbidden)
             log_weights = mask_forbidden(method.combine(masked_log_probs, state))  # sample vocab
             drawn = draw(log_weights, uniform[:, step], top_k=plan.cell.top_k)  # sample
@@ -228,7 +228,7 @@ def check_numbers(model: Model, logits: Float[Tensor, "row vocab"], step: int) -
         )
 
 
-def _batch_start(
+def batch_start(
     batch: Batch, branches: Sequence[str], prompt_logits: Float[Tensor, "row query vocab"] | None
 ) -> BatchStart:
     """The start of the batch's samples; the logits of their prompts are given if they are
@@ -250,7 +250,7 @@ def _batch_start(
     )
 
 
-def _log_probs_by_branch(
+def log_probs_by_branch(
     logits: Float[Tensor, "row vocab"], branches: Sequence[str]
 ) -> Mapping[str, Tensor]:
     """Log-probabilities by branch, in at least float32."""

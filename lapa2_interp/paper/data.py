@@ -22,8 +22,8 @@ from lapa2_interp.paper.estimates import FRACTIONS, PERPLEXITY_TEXTS, perplexity
 from lapa2_interp.paper.reported import PAPER_METRICS
 from lapa2_interp.paper.scripts import DEFAULT_SCORERS
 from lapa2_interp.paper.tables import ARM_COLUMNS, ROW_COLUMNS
-from lapa2_interp.runs.run import Run, each_once, finished_cell
-from lapa2_interp.runs.texts import at_lengths, in_parts
+from lapa2_interp.runs.run import Run, finished_cell
+from lapa2_interp.runs.texts import at_lengths, each_once, in_parts
 from lapa2_interp.scoring.registry import ScorerOptions, make_scorer, score_texts
 from lapa2_interp.scoring.scorer import (
     ScoreCache,

@@ -42,6 +42,7 @@ from lapa2_interp.models.card import Model, ModelCard, model_card
 from lapa2_interp.models.load import load_model
 from lapa2_interp.models.machine import usable_memory
 from lapa2_interp.runs.attention import ALIKE
+from lapa2_interp.runs.manifest import check_weights
 from lapa2_interp.runs.method_context import ModelContext
 from lapa2_interp.runs.run import FinishedCell, Run, finished_cell, shown_only
 from lapa2_interp.runs.worker import check_files
@@ -315,11 +316,7 @@ def _plan_prompt(model: Model, run: Run, cell: Cell, prompt: str) -> BatchPlan:
     Raises:
         TraceError: The model has other weights than the run.
     """
-    card, weights = model_card(model), run.manifest(cell.key).model.weights
-    if weights != card.weights:
-        raise TraceError(
-            f"the run was made with weights {weights}, and here {card.name} has {card.weights}"
-        )
+    check_weights(run.manifest(cell.key), model)
     prompts = cell.task.prompts.model_copy(update={"texts": (prompt,)})
     task = cell.task.model_copy(update={"prompts": prompts})
     planned = plan_batches(model, cell.model_copy(update={"task": task}), ModelContext(model))

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
@@ -29,7 +29,7 @@ from lapa2_interp._util.files import (
     result_folder,
 )
 from lapa2_interp._util.version import __version__
-from lapa2_interp.attention.trace import TraceKind, join_traces
+from lapa2_interp.attention.trace import join_traces
 from lapa2_interp.generation.cell import Cell, same_label
 from lapa2_interp.runs.attention import ALIKE, SHOWN, Attention, HeadAttention, traced
 from lapa2_interp.runs.manifest import BatchRecord, Manifest
@@ -435,6 +435,12 @@ class Run:
             write_run(fresh, self)
         return load_run(folder)
 
+    def push_to_hub(self, repo_id: str, **settings: Any) -> str:
+        """Upload the texts, scores and manifests as a data set; see `hub.push_to_hub`."""
+        from lapa2_interp.runs.hub import push_to_hub
+
+        return push_to_hub(self, repo_id, **settings)
+
     def _only(self, key: str | None) -> str:
         if key is None and len(self.by_key) != 1:
             raise RunError(
@@ -473,23 +479,6 @@ def finished_cell(run: Run, key: str | None = None) -> FinishedCell:
     # The joined trace may need another type than a batch was stored with: NaN is no integer.
     traces = [batch.trace.drop_encoding() for batch in batches if batch.trace is not None]
     return FinishedCell(manifest, table, join_traces(traces, table) if traces else None)
-
-
-def each_once(cells: Mapping[str, Cell]) -> list[str]:
-    """Keys of cells that have no text in common: of cells that draw the same texts, and differ in
-    samples, prompts, batches or trace alone, the one with the most; of equal ones, with the fullest
-    trace."""
-    kinds = get_args(TraceKind)
-    chosen: dict[str, Cell] = {}
-    taken: set[tuple[str, str]] = set()
-    for key, cell in sorted(
-        cells.items(), key=lambda one: (-one[1].n_texts, -kinds.index(one[1].trace))
-    ):
-        own = {(cell.sampling_key, prompt) for prompt in cell.prompts}
-        if not own & taken:
-            taken |= own
-            chosen[key] = cell
-    return [key for key in cells if key in chosen]
 
 
 def as_list(value: Any) -> list[Any]:

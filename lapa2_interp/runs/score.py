@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -248,9 +247,7 @@ def score(
         write_text(folder / "table.tex", as_latex(title, shown, notes, "scores"))
         if len(scored.scores):
             rows = scored.scores.drop(columns=[*ID_COLUMNS], errors="ignore")
-            words = [str(name) for name in rows if rows[name].dtype == object]  # of any types
-            rows = rows.assign(**{name: rows[name].map(_plain) for name in words})
-            rows.to_parquet(folder / "scores.parquet", index=False)
+            write_parquet(rows, folder / "scores.parquet")
     return scored
 
 
@@ -390,15 +387,6 @@ def _score(
         difference_table(all_scores) if scores else pd.DataFrame(columns=DIFFERENCE_COLUMNS)
     )
     return Scored(all_scores, pd.concat(cells, ignore_index=True), differences)
-
-
-def _plain(value: Any) -> str | None:
-    """A value of a file's column as text; None where there is none."""
-    if isinstance(value, str):
-        return value
-    if pd.api.types.is_scalar(value) and pd.isna(value):
-        return None
-    return json.dumps(value, ensure_ascii=False, default=str)
 
 
 def _task_name(options: ScorerOptions) -> str:

@@ -5,10 +5,11 @@ Texts are whole, cut to shorter lengths, or in parts along their length.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pandas as pd
@@ -16,10 +17,12 @@ import pandas as pd
 from lapa2_interp._util.commands import command
 from lapa2_interp._util.errors import ScoringError, parameter, unknown_choice
 from lapa2_interp._util.paths import kind_of
+from lapa2_interp.attention.trace import TraceKind
 from lapa2_interp.bias.tokens import decode_continuation, token_texts
+from lapa2_interp.generation.cell import Cell
 from lapa2_interp.models.load import shared_tokenizer
 from lapa2_interp.runs.manifest import Manifest
-from lapa2_interp.runs.run import as_list, each_once, is_any_of, load_run
+from lapa2_interp.runs.run import as_list, is_any_of, load_run
 from lapa2_interp.scoring.tables import CELL_COLUMNS, EXTRA_CELL_COLUMNS
 from lapa2_interp.tasks.corpora import READERS, read_table
 from lapa2_interp.tasks.segmentation import word_spans, words_between
@@ -99,6 +102,39 @@ def read_texts(
         if table[key].map(lambda value: isinstance(value, dict | list | np.ndarray)).any():
             table[key] = as_words(table[key])  # groups are made of what can be hashed
     return [(table, None)]
+
+
+def each_once(cells: Mapping[str, Cell]) -> list[str]:
+    """Keys of cells that have no text in common: of cells that draw the same texts, and differ in
+    samples, prompts, batches or trace alone, the one with the most; of equal ones, with the fullest
+    trace."""
+    kinds = get_args(TraceKind)
+    chosen: dict[str, Cell] = {}
+    taken: set[tuple[str, str]] = set()
+    for key, cell in sorted(
+        cells.items(), key=lambda one: (-one[1].n_texts, -kinds.index(one[1].trace))
+    ):
+        own = {(cell.sampling_key, prompt) for prompt in cell.prompts}
+        if not own & taken:
+            taken |= own
+            chosen[key] = cell
+    return [key for key in cells if key in chosen]
+
+
+def write_parquet(table: pd.DataFrame, file: Path) -> None:
+    """Write a table whose columns may hold values of any types: these become text. Ids of tokens
+    stay as they are."""
+    words = [str(name) for name in table if table[name].dtype == object and name not in ID_COLUMNS]
+    table.assign(**{name: table[name].map(_plain) for name in words}).to_parquet(file, index=False)
+
+
+def _plain(value: Any) -> str | None:
+    """A value of a column as text; None where there is none."""
+    if isinstance(value, str):
+        return value
+    if pd.api.types.is_scalar(value) and pd.isna(value):
+        return None
+    return json.dumps(value, ensure_ascii=False, default=str)
 
 
 def as_words(column: pd.Series) -> pd.Series:

@@ -96,7 +96,7 @@ def test_generated_texts_are_those_of_layouts_by_hand(settings, rule, free):
 
 
 def test_spans_in_parts_are_slots_by_hand():
-    network, asked, (layout, _) = loaded()
+    network, _asked, (layout, _) = loaded()
     slots = [layout.prefix.start, layout.prefix.start + 3, layout.prefix.stop - 1]
     in_parts = tuple((slot, slot + 1) for slot in slots)
     with augmented(network, RULE.model_copy(update={"span": in_parts}), layout):
@@ -148,7 +148,7 @@ def test_texts_in_turn_keep_their_own_spans():
 
 
 def test_which_occurrence_counts():
-    network, asked, _ = loaded()
+    _network, asked, _ = loaded()
     layout = Layout.of(asked["tokenizer"], None, f"{SAID} The lake. {SAID} And")
     n = len(asked["tokenizer"](SAID, add_special_tokens=False).input_ids)
     for occurrence, at in (("first", 1), ("last", len(layout) - n - 1)):
@@ -213,7 +213,7 @@ def test_gradients_flow_as_with_layouts():
 
 
 def test_hooks_are_gone_behind_the_block():
-    network, asked, (layout, _) = loaded()
+    network, asked, (_layout, _) = loaded()
     before = len(network_of(network)._forward_hooks)
     with augmented(network, FREE, find=SAID, **asked):
         assert len(network._forward_hooks) > before

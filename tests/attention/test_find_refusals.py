@@ -35,7 +35,7 @@ def without_a_layout():
 
 
 def filled_cache():
-    network, tokenizer, ids = parts()
+    network, _tokenizer, ids = parts()
     cache = DynamicCache()
     with torch.no_grad():
         network(ids, **{cache_name(network): cache})

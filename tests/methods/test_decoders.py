@@ -555,7 +555,7 @@ def test_a_refused_token_leaves_its_place_to_the_next_ones(name, settings, own_c
                    length=14, samples=3, eos="block", alpha=0)  # fmt: skip
     ends = model_card(model).end_ids
     survivor = next(token for token in range(300) if token not in ends)
-    real = loop._log_probs_by_branch
+    real = loop.log_probs_by_branch
 
     def nearly_ended(logits, branches):
         made = torch.full_like(logits, -20.0)
@@ -565,6 +565,6 @@ def test_a_refused_token_leaves_its_place_to_the_next_ones(name, settings, own_c
 
     todo = plan_batches(model, cell, context=ModelContext(model))
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(loop, "_log_probs_by_branch", nearly_ended)
+        patched.setattr(loop, "log_probs_by_branch", nearly_ended)
         made = decode_plan(model, todo)
     assert all(set(tokens) == {survivor} for tokens in made.texts["tokens"])

@@ -18,6 +18,7 @@ import pandas as pd
 import pytest
 from browsers import FLAGS, browser_page, chromium
 from conftest import load, run_of, soft_set
+from huggingface_hub import metadata_load
 
 from lapa2_interp._util.errors import TraceError
 from lapa2_interp.attention.hooked import augmented
@@ -124,6 +125,17 @@ def test_stored_attention_is_as_precise_as_the_page_says(bits):
     assert small.tolist() == [0, 0]
     assert dequantise(quantise(np.array([1.0 + 1e-7]), bits), bits) == 1
     assert quantisation_error(16) < 1.3e-4 < quantisation_error(8) < 0.034
+
+
+def test_a_static_space_is_the_page_and_its_front_matter(shown, page_file, tmp_path):
+    folder = shown.save_space(tmp_path / "space")
+    assert {file.name for file in folder.iterdir()} == {"README.md", "index.html"}
+    assert (folder / "index.html").read_bytes() == page_file.read_bytes()
+    facts = metadata_load(folder / "README.md")
+    assert (facts["sdk"], facts["app_file"]) == ("static", "index.html")
+    assert facts["title"] == shown.data["title"][:80]
+    with pytest.raises(RunError):
+        shown.save_space(folder)
 
 
 def test_equal_numbers_give_equal_pages(shown, run, study):

@@ -34,8 +34,9 @@ from lapa2_interp.runs.engines import InProcess
 from lapa2_interp.runs.fill import fill_run, open_run
 from lapa2_interp.runs.generate import make_cells
 from lapa2_interp.runs.grid import Grid
-from lapa2_interp.runs.run import Run, each_once, finished_cell, write_run
+from lapa2_interp.runs.run import Run, finished_cell, write_run
 from lapa2_interp.runs.store import Listing, is_run
+from lapa2_interp.runs.texts import each_once
 from lapa2_interp.tasks.task import Attribute, Task
 
 ONE_HEAD = Augmentation(alpha=1, heads=((0, 1),))
