@@ -56,8 +56,7 @@ def generate(
         device: cpu, cuda, cuda:1; CUDA when there is one, by default.
         pack: Compute with prepacked weights, which is faster on a CPU and takes as much memory
             again: auto where it fits, on, or off. Prepacking may change the last bits of a logit,
-                and so a
-            text.
+            and so a text.
         attn: Of a TransformersModel: fused reads prompts without the matrix of attention scores,
             matrix forms it, auto decides by their size.
         trust_remote_code: Run code that comes with the model.
