@@ -56,8 +56,9 @@ def texts_and_traces(run):
     for key, cell in run.by_key.items():
         for number in range(2):
             batch = read_batch(run.place(key), number, cell)
+            tokens = [list(ids) for ids in batch.samples["tokens"]]
             trace = batch.trace["prefix"].values.tobytes()
-            facts[key, number] = batch.record.model.attn, batch.samples["tokens"].tolist(), trace
+            facts[key, number] = batch.record.model.attn, tokens, trace
     return facts
 
 
