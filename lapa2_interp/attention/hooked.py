@@ -344,7 +344,7 @@ class _PassCheck:
         if "tokens" in arguments:  # the ids that a HookedTransformer embeds
             self.unread = arguments["tokens"]
             return self.first
-        self.first = _n_cached_keys(arguments)
+        self.first = n_cached_keys(arguments)
         self._check_mask(arguments)
         if is_bridge(self.model) and plain_network(self.model) is None:
             check_matrix_fits(network_of(self.model), arguments, "the model has hooks on them")
@@ -575,7 +575,7 @@ def _check_no_sink(pattern: Float[Tensor, "row head query key"]) -> None:
         raise DeadHookError(SINK_ERROR)
 
 
-def _n_cached_keys(kwargs: dict[str, Any]) -> int:
+def n_cached_keys(kwargs: dict[str, Any]) -> int:
     """The number of keys in the cache that a pass is given, by either library's argument."""
     if (cache := cache_of(kwargs)) is not None:
         return int(cache.get_seq_length())  # some caches count in a tensor that changes later

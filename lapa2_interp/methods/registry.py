@@ -35,6 +35,7 @@ from lapa2_interp.bias.augmentation import (
     normalize_augmentations,
     steps_overlap,
 )
+from lapa2_interp.methods.activation_addition import ActivationAddition
 from lapa2_interp.methods.air_decoding import AirDecoding
 from lapa2_interp.methods.arithmetic import Arithmetic
 from lapa2_interp.methods.base import Branch, Method
@@ -59,7 +60,8 @@ HIDDEN = Augmentation(alpha=1, law="cut", phase="after_span")
 def known_methods() -> dict[str, type[Method]]:
     """Method classes by name: the paper's in its order, its baselines, related decoders."""
     paper = (NoControl, PrefixConditioning, ConPrefix, AirDecoding, NegPrompt, Preadd, Palette)
-    known = (*paper, FreeCtrl, Datg, Rose, RsaControl, Gedi, Dexperts, Arithmetic, Spa, Chat)
+    ours = (Rose, RsaControl, Gedi, Dexperts, Arithmetic, Spa, ActivationAddition, Chat)
+    known = (*paper, FreeCtrl, Datg, *ours)
     return {method.name: method for method in known}
 
 
