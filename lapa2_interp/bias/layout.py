@@ -397,7 +397,7 @@ class Layout:
                 return (self.bos,)
             case "prefix+bos":
                 return (self.bos, self.controlled)
-            case "input":
+            case "input" | "all":
                 slots: tuple[tuple[int, int], ...] = ((0, self.n_live),)
             case "released":
                 slots = ((0, self.counted),)
@@ -502,7 +502,8 @@ class Layout:
                 " them; use profile 'paper', layers that see all keys, or texts of at most"
                 f" {layer_type.size} tokens"
             )
-        acts &= _n_seen(spans, queries, first_seen) > 0
+        if augmentation.span != "all":
+            acts &= _n_seen(spans, queries, first_seen) > 0
         if augmentation.profile == "released":
             lengths = self.lengths(queries, augmentation.length_rule)
             acts &= lengths > self.n(augmentation.span)
