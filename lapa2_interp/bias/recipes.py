@@ -262,7 +262,8 @@ RECIPES: dict[str, Recipe] = {
     "log-n": Recipe(
         _log_n,
         "multiplies all scores by ln(l)/ln(l0)",
-        "log-n scaling (Su, 2021), from memory; there a model is trained with it",
+        "Chiang and Cholak, arXiv 2202.12172 (ln(l)) and Su, 2021 (over ln(l0)), from memory; both"
+        " train with it",
         "l0: 512, the length of its training",
     ),
     "ssmax": Recipe(

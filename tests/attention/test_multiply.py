@@ -155,26 +155,6 @@ def test_a_pass_without_the_matrix_forms_it():
     assert paths[0] == paths[2] == "fused"
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"alpha": -1.5, "law": "multiply"}, "greater than or equal to -1|from -1"),
-        (
-            {"alpha": 1, "law": "multiply", "l0": 1.0},
-            "l0 of law 'multiply' should be above 1, found 1",
-        ),
-        (
-            {"alpha": 1, "law": "log", "l0": 8.0},
-            "l0 belongs to the laws constant and multiply, not to 'log'",
-        ),
-        ({"alpha": 1, "span": "all"}, "span 'all' is for law 'multiply', not for law 'log'"),
-    ],
-)
-def test_what_the_law_refuses(fields, message):
-    with pytest.raises(AugmentationError, match=message):
-        Augmentation(**fields)
-
-
 def test_the_attention_does_not_decide_its_effect():
     rule = Augmentation(alpha=1, law="multiply")
     with pytest.raises(AugmentationError, match="changes every score by another number"):
