@@ -8,16 +8,12 @@ Both branches have the prefix; what steers, any recipe, acts in `steered` alone.
 DIRECTER (Kang and Kim, 2026, arXiv 2603.06745; read in mjk0618/directer), which steers by recipe
 `key-scale` and decodes greedily. Before it gives up, DIRECTER tries again with half of the layers,
 a quarter and so on, ranked by how much scaling the keys changes the inputs and outputs of attention;
-here it is all of the recipe's layers or none. With test "token" each token is tested:
-
-    w = P_steered [P_plain > beta max P_plain] + P_plain (1 - the sum of the first term)
-
-which is to draw from P_steered, and from P_plain if what was drawn is not plausible.
+here it is all of the recipe's layers or none.
 """  # noqa: E501
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar
 
 import torch
 from jaxtyping import Float
@@ -43,8 +39,6 @@ class Gate(Method):
     Args:
         beta: The share of the largest probability without steering above which a token is
             plausible; 0 steers at every step, 1 at none.
-        test: "top" tests the likeliest token of a step, and steers the step or not; "token" tests
-            each token.
         prefixes: "hard", or soft ones: mle, contrastive, or a set's folder.
     """
 
@@ -57,7 +51,6 @@ class Gate(Method):
     alpha: ClassVar[float] = 0.5
     in_paper: ClassVar[bool] = False
     beta: Annotated[float, Field(ge=0, le=1)] = 0.5
-    test: Literal["top", "token"] = "top"
     prefixes: str = "hard"
 
     def branches(self, task: Task, attribute: str) -> tuple[Branch, ...]:
@@ -68,10 +61,5 @@ class Gate(Method):
         p = check_branches(log_probs, "steered", "plain")
         steered, plain = p["steered"], p["plain"]
         least = plain.amax(dim=1, keepdim=True).exp() * self.beta
-        plausible = plain.exp() > least  # sample vocab
-        if self.test == "top":
-            top = steered.argmax(dim=1, keepdim=True)
-            return torch.where(plausible.gather(1, top), steered, plain)
-        drawn = steered.masked_fill(~plausible, -torch.inf)
-        refused = (1 - drawn.exp().sum(dim=1, keepdim=True)).clamp(min=0)
-        return torch.logaddexp(drawn, plain + refused.log())
+        top = steered.argmax(dim=1, keepdim=True)
+        return torch.where(plain.gather(1, top).exp() > least, steered, plain)
