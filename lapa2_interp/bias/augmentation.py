@@ -169,8 +169,8 @@ class Augmentation(BaseModel):
 
             "last_query" is t >= T of Algorithm 1. Under "predicting_only" a token is augmented only
             in the pass that predicts the next one, so the cached keys and values are those of a
-            model without the augmentation. Of a span inside the prefix, "after_span" begins after
-            the prefix.
+            model without the augmentation. Of a span inside the prefix, and of "all", "after_span"
+            begins after the prefix.
         steps: `(a, b)`: only the queries that predict the generated tokens a, ..., b - 1; 0 is the
             first.
         layers: "all", "bottom" (first half), "top" (second half), "even", "odd" or explicit layer

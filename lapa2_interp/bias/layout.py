@@ -478,7 +478,7 @@ class Layout:
         # The queries of the phase and steps.
         last_prompt = self.prompt.stop - 1
         spans = self.spans(augmentation.span)
-        inside = all(
+        inside = augmentation.span == "all" or all(
             self.prefix.start <= span.start and span.stop <= self.prefix.stop for span in spans
         )
         first = {
