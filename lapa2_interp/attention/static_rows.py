@@ -304,7 +304,8 @@ def static_problem(
         return "the model has hooks, so load it with model class TransformersModel"
     if not isinstance(rows, BridgeRows):
         return "the method or the phase reads tokens again, or a chat keeps its turns"
-    if any(rule.reads_scores for row in augmentations for rule in active_augmentations(row)):
+    rules = [rule for row in augmentations for rule in active_augmentations(row)]
+    if any(rule.reads_scores or rule.multiplies for rule in rules):
         return "a law reads the scores"
     if rotary_limit(network.config) is not None:
         return "the model's rotary factors depend on the length of a text"

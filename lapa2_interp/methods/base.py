@@ -11,12 +11,13 @@ that it can be tested on a small vocabulary without one:
 The sampler then keeps the k largest weights and draws: combine -> top-k -> sample, at temperature
 1.
 
-Two methods need more than log-probabilities. They compute it in one more function:
+Three methods need more than log-probabilities. They compute it in one more function:
 
     prepare(context, ...)    once per prompt, before its first token: compute what the method needs to know
 
 `prepare` is given a `MethodContext`; `begin` makes the first step's state from its result. FreeCtrl also
-sets neurons of the model and draws texts again: `lapa2_interp.generation.freectrl`.
+sets neurons of the model and draws texts again: `lapa2_interp.generation.freectrl`. CAA adds vectors to its
+residual stream.
 """  # noqa: E501
 
 from __future__ import annotations
@@ -70,6 +71,7 @@ class Branch:
         join: The text between prefix and prompt; it counts as prompt.
         hidden: No query after the prefix sees it. The prompt keeps its position.
         chat: The chat whose span is the prefix, laid out by its template; of method `chat`.
+        steered: The augmentation acts on it.
     """
 
     name: str
@@ -77,6 +79,7 @@ class Branch:
     join: str = ""
     hidden: bool = False
     chat: ChatForm | None = None
+    steered: bool = True
 
 
 @dataclass(frozen=True)
@@ -148,6 +151,10 @@ class MethodContext(Protocol):
     ) -> Int[Tensor, "token k two"]:
         """The (layer, neuron) pairs that raise each token's probability most, of all layers or of
         the upper half."""
+
+    def mean_residual(self, prefix: str, texts: Sequence[str]) -> Float[Tensor, "layer d_model"]:
+        """The mean over texts behind a prefix of the residual stream after each layer, at the last
+        token."""
 
 
 def attribute_prefix(
