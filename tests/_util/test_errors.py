@@ -75,15 +75,3 @@ def test_one_name_stands_where_several_may(tmp_path):
         assert cell_of("tiny-gpt2", prompts=prompts, **asked).prompts == ("The lake", "The sea")
     assert cell_of("tiny-gpt2", **asked).prompts == ("The hill",)
     assert cell_of("tiny-gpt2", prompts="The lake", **asked).prompts == ("The lake",)
-    for prompts in ([], {"The lake": 1}, grid):
-        with pytest.raises(
-            Lapa2Error,
-            match=r"^(prompts(: takes task, .*a list of texts| is an em)|cannot read prompts from .*no file of prompts)",
-        ):
-            cell_of("tiny-gpt2", prompts=prompts, **asked)
-
-
-def test_a_word_for_a_classifier_alone_scores_nothing(tmp_path):
-    run = generate("tiny-gpt2", trace="none", **ASKED).save(tmp_path / "run")
-    with pytest.raises(Lapa2Error, match="linear says which classifier judges accuracy, toxicity"):
-        score(run.folder, ["linear", "echo"])

@@ -8,7 +8,7 @@ import torch
 from conftest import load
 
 from lapa2_interp import Augmentation, augmented, generate, load_run
-from lapa2_interp._util.errors import AugmentationError, LayoutError, MethodError, TaskError
+from lapa2_interp._util.errors import LayoutError
 from lapa2_interp.attention.trace import SUMS
 from lapa2_interp.bias.layout import Layout
 from lapa2_interp.cli.app import main
@@ -220,38 +220,6 @@ def test_templates_that_write_earlier_turns_otherwise_can_only_be_read_again(cha
     assert chatting.tokenizer.decode(texts["context"][1]).endswith("[user] And snow?[assistant]")
 
 
-@pytest.mark.parametrize(
-    ("settings", "error", "problem"),
-    [
-        ({"samples": 2}, MethodError, "goes on from one sample of each prompt, and samples is 2"),
-        ({"task": chat_task(FORM, prompts=SCRIPTS)}, MethodError, "the chat has one answer"),
-        ({"method": "prefix", "task": "sentiment"}, MethodError, "method 'prefix': .*keep_turns"),
-        ({"length": 700}, LayoutError, "before the last of 3 answers and 700 new ones exceed"),
-        (
-            {"rule": Augmentation(alpha=1, law="ratio", tau=0.9, pooled=True)},
-            AugmentationError,
-            "a pooled law reads all queries of a pass",
-        ),
-    ],
-)
-def test_what_kept_turns_cannot_have_is_refused(chatting, settings, error, problem):
-    settings = {"method": "chat", "task": script_task(), "parameters": KEPT} | settings
-    settings["augmentation"] = settings.pop("rule", "none")
-    with pytest.raises(error, match=problem):
-        generate(chatting, length=settings.pop("length", 4), **settings)
-
-
-def test_chats_that_outgrow_the_context_while_they_run_are_refused(chatting, monkeypatch):
-    """Texts of bytes that are no character have more tokens when they are read again; and a row
-    that reads fewer tokens than others runs on beside them."""
-    monkeypatch.setattr(chatting.cfg, "n_ctx", 70)
-    with pytest.raises(LayoutError, match="turn 2 begins after .* give a shorter length"):
-        answers(chatting)
-    monkeypatch.setattr(chatting.cfg, "n_ctx", 45)
-    with pytest.raises(LayoutError, match="a batch of chats reads up to .* smaller max_rows"):
-        answers(chatting, parameters=KEPT)
-
-
 def test_pages_and_sheets_take_a_chat_of_several_turns(chatting, tmp_path):
     run = generate(chatting, method="chat", task=script_task(), parameters=KEPT, length=4, seed=3,
                    alpha=[0, 0.7])  # fmt: skip
@@ -262,11 +230,6 @@ def test_pages_and_sheets_take_a_chat_of_several_turns(chatting, tmp_path):
     table = run.steps()
     assert table.groupby(["arm", "turn"]).ngroups == 6
     assert run.attention(arm="baseline").n_untraced == 0
-
-
-def test_a_prompt_has_as_many_lines_as_the_chat_asks_for(chatting):
-    with pytest.raises(TaskError, match=r"asks for \{prompt:3\}, and prompt 'Why.* has 2 lines"):
-        answers(chatting, script_task(["Why?\nAnd snow?"]))
 
 
 def test_kept_turns_take_the_usual_steps(monkeypatch, capsys):

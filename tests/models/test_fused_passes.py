@@ -108,13 +108,6 @@ def test_the_record_of_a_batch_says_which_way_it_went(model, attn):
     assert bool(wanted.record.changes(made.record)) == (attn == "fused")
 
 
-def test_unknown_paths_and_hooks_are_refused():
-    with pytest.raises(ModelError, match=r"attn 'fast'.*auto, matrix, fused"):
-        load_model("tiny-llama", attn="fast", model_class=PLAIN)
-    with pytest.raises(ModelError, match="TransformerBridge has hooks on the matrix"):
-        load_model("tiny-llama", attn="fused")
-
-
 def propositions(model, layout):
     """The exponents of attention on the prefix."""
     rules = {0.0: None, 0.5: Augmentation(alpha=0.5)}

@@ -853,8 +853,6 @@ def test_the_papers_numbers_parse():
     ):  # fmt: skip
         assert reported.paper_number(**where) == expected
     assert np.isnan(reported.paper_number("half", length=64))
-    with pytest.raises(RunError, match="numbers of the paper's table detox fit"):
-        reported.paper_number("detox", metric="tox")
 
 
 def test_the_papers_number_stands_beside_a_cell_of_its_setting(printed, monkeypatch):

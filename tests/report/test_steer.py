@@ -15,7 +15,7 @@ import torch
 from conftest import script
 
 from lapa2_interp import Augmentation, Selection, steer
-from lapa2_interp._util.errors import Lapa2Error, RunError, ScoringError, TaskError
+from lapa2_interp._util.errors import RunError
 from lapa2_interp.circuits.selection import random_heads
 from lapa2_interp.cli.app import main
 from lapa2_interp.cli.options import AugmentationOptions
@@ -36,7 +36,6 @@ from lapa2_interp.runs.run import load_run
 from lapa2_interp.scoring.linear import LinearScorer
 from lapa2_interp.scoring.scorer import TextItem
 from lapa2_interp.stats import holm
-from lapa2_interp.tasks.task import Attribute, Prompts, Task
 
 PROMPTS = [f"{word} number {i} of a b c d e f" for i in range(16) for word in ("Lake", "House")]
 STRENGTHS = (0.5, 4.0)
@@ -358,47 +357,6 @@ def test_a_place_that_is_not_comparable_has_no_number(steered, tmp_path):
     assert "does not reach 50 times the perplexity" in made.selection.gain
     assert set(made.table["arm"]) == {NO_BIAS}
     assert "not comparable" in made.summary()
-
-
-ONE = Task(
-    name="own",
-    length_counts_prompt=True,
-    attributes={"formal": Attribute(prefix="Formal:")},
-    prompts=Prompts(texts=("The lake",)),
-)
-
-
-@pytest.mark.parametrize(
-    ("changed", "error", "message"),
-    [
-        ({"prompts": PROMPTS[:31]}, RunError, "31 prompts are too few.*at least 32"),
-        ({"budget": 1.0}, Lapa2Error, "budget: input should be greater than 1, found 1"),
-        ({"heads": 0}, Lapa2Error, "heads: input should be greater than or equal to 1, found 0"),
-        ({"heads": 16}, RunError, "heads must be fewer than the 16 heads.*found 16"),
-        ({"classifiers": ["nowhere/at-all"]}, ScoringError, "nowhere/at-all"),
-        ({"task": "topic", "classifiers": ["vader"]}, ScoringError, "not 'business'"),
-        ({"task": ONE}, TaskError, "has one attribute, 'formal'"),
-        ({"task": ONE, "classifiers": []}, TaskError, "no classifier of the task 'own'.*classifiers=FOLDER"),
-    ],
-)  # fmt: skip
-def test_what_cannot_work_is_refused_before_anything_is_made(tmp_path, changed, error, message):
-    arguments = {"task": "sentiment", "prompts": PROMPTS} | GIVEN | changed
-    with pytest.raises(error, match=message):
-        steer(
-            "tiny-gpt2",
-            arguments.pop("prompts"),
-            arguments.pop("task"),
-            out=tmp_path / "out",
-            **arguments,
-        )
-    assert not (tmp_path / "out").exists()
-
-
-def test_a_folder_of_something_else_is_left_alone(tmp_path):
-    (tmp_path / "notes.txt").write_text("mine")
-    with pytest.raises(RunError, match="exists and is no result of steer"):
-        steer("tiny-gpt2", PROMPTS, "sentiment", out=tmp_path, **GIVEN)
-    assert [file.name for file in tmp_path.iterdir()] == ["notes.txt"]
 
 
 def test_parameters_are_hard_prefixes_without_pro_aug_unless_given(steered):
