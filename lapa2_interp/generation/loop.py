@@ -50,8 +50,8 @@ from lapa2_interp.models.load import accepts_model_name
 
 @dataclass
 class Ending:
-    """When and how the samples of a batch end; `n_tokens` starts as the steps they were planned to
-    have."""
+    """When and how the samples of a batch end; `n_tokens` starts as the planned steps of the
+    samples."""
 
     n_tokens: list[int]
     finish: list[str]
@@ -65,7 +65,7 @@ class Ending:
         return sum(n > step for n in self.n_tokens)
 
     def stop(self, which: Bool[Tensor, " sample"], at: int, how: str) -> None:
-        """End these samples after `at` tokens, if they have not ended before."""
+        """End samples after `at` tokens, if the samples have not ended before."""
         for i in which.nonzero()[:, 0].tolist():
             if self.n_tokens[i] > at or (
                 self.n_tokens[i] == at and how == "end" and self.finish[i] == "length"

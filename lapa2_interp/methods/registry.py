@@ -167,8 +167,8 @@ def get_for_task(name: str, task: Task, **parameters: Any) -> Method:
 def load_task(name: str | Path) -> Task:
     """A built-in task by name, or a user's by the path of its TOML file.
 
-    Its settings of a method MODULE:CLASS are checked later, by `get_for_task`: nothing is imported
-    here.
+    The task's settings of a method MODULE:CLASS are checked later, by `get_for_task`: nothing is
+    imported here.
 
     Raises:
         TaskError: Unknown name, unreadable file, or a malformed one (the message names the line or
