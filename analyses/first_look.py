@@ -98,7 +98,7 @@ runs = {
     for arm, alpha in {"plain": 0.0, "alpha 1": 1.0}.items()
 }
 for arm, run in runs.items():
-    print(f"{arm}: {run.samples()['text'][0]!r}\n")
+    print(f"{arm}: {run.texts()['text'][0]!r}\n")
 
 # %% [markdown]
 # ## One head

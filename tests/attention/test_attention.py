@@ -12,7 +12,7 @@ from lapa2_interp.bias.layout import Layout, left_pad
 from lapa2_interp.bias.padded_rows import PaddedRows
 from lapa2_interp.bias.theory import shifted_share
 from lapa2_interp.models.cache_name import cache_name
-from lapa2_interp.models.liveness import HOOK_PATTERN, HOOK_SCORES
+from lapa2_interp.models.hook_names import HOOK_PATTERN, HOOK_SCORES
 
 GENERATED = [70, 81, 92, 103, 114]
 

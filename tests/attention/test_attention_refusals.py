@@ -104,16 +104,16 @@ CALLS = {
      r"head \(4, 0\) does not exist; the model has layers 0-3", TraceError),
     "the nearest three keys": (lambda: local_ratio(made("tiny-gpt2").trace, 3),
      "nearest 2, 4, 6, 8 keys, not 3", TraceError),
-    "an unknown branch": (lambda: step_table(made("tiny-gpt2").trace, made("tiny-gpt2").samples, branch="other"),
+    "an unknown branch": (lambda: step_table(made("tiny-gpt2").trace, made("tiny-gpt2").texts, branch="other"),
      "unknown branch 'other'; allowed: prefix", TraceError),
     "heads of a pooled trace": (
-        lambda: head_table(made("tiny-gpt2", trace="pooled").trace, made("tiny-gpt2").samples),
+        lambda: head_table(made("tiny-gpt2", trace="pooled").trace, made("tiny-gpt2").texts),
         "pooled over heads",
         TraceError,
     ),
     **{
         f"{table.__name__} of some samples": (
-            lambda table=table: table(made("tiny-gpt2").trace, made("tiny-gpt2").samples.iloc[2:]),
+            lambda table=table: table(made("tiny-gpt2").trace, made("tiny-gpt2").texts.iloc[2:]),
             r"2 samples for a trace of 4; .*trace.isel\(sample",
             TraceError,
         )

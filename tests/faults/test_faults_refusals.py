@@ -20,8 +20,8 @@ from lapa2_interp._util.files import sha256_of
 from lapa2_interp._util.parsing import parse_json, parse_toml, read_text
 from lapa2_interp.methods.registry import load_task
 from lapa2_interp.runs.grid import load_grid
-from lapa2_interp.runs.launch import launch
 from lapa2_interp.runs.run import finished_cell
+from lapa2_interp.runs.sweep import sweep
 from lapa2_interp.runs.texts import read_texts
 from lapa2_interp.scoring.scorer import ScoreCache
 from lapa2_interp.tasks.corpora import read_corpus
@@ -128,8 +128,8 @@ def piped_scores():
 
 
 def without_prompts():
-    change_texts(stored().home, lambda samples: samples.drop(columns="prompt"))
-    load_run("run").samples()
+    change_texts(stored().folder, lambda texts: texts.drop(columns="prompt"))
+    load_run("run").texts()
 
 
 # --- texts
@@ -169,7 +169,7 @@ def many(samples):
 def launched(samples):
     text = GRID.replace("samples = 1", f"samples = {samples}")
     Path("grid.toml").write_text(f'{text}method = "prefix"')
-    launch(["grid.toml"], "run", workers=1, device="cpu")
+    sweep(["grid.toml"], "run", workers=1, device="cpu")
 
 
 JSON = [

@@ -27,9 +27,9 @@ from lapa2_interp.generation.resolve import cell_of
 from lapa2_interp.methods.registry import get_for_task, load_task
 from lapa2_interp.report import view
 from lapa2_interp.runs.engines import InProcess
+from lapa2_interp.runs.fill import fill_run
 from lapa2_interp.runs.generate import make_cells
 from lapa2_interp.runs.grid import Grid, load_grid
-from lapa2_interp.runs.launch import launch
 from lapa2_interp.runs.store import FinishedBatch
 from lapa2_interp.runs.sweep import sweep
 from lapa2_interp.runs.texts import read_texts
@@ -109,7 +109,7 @@ def made(tmp_path_factory):
         "tiny-gpt2", attribute="positive", prompts=["The lake"], length=20, dtype="float32"
     )
     folder = tmp_path_factory.mktemp("made") / "run"
-    sweep(folder, [Grid("one", "", (cell,))], InProcess("cpu"))
+    fill_run(folder, [Grid("one", "", (cell,))], InProcess("cpu"))
     return folder
 
 
@@ -120,7 +120,7 @@ def run(made, tmp_path):
 
 def again(run):
     cells = tuple(load_run(run).by_key.values())
-    return sweep(run, [Grid("one", "", cells)], InProcess("cpu"))
+    return fill_run(run, [Grid("one", "", cells)], InProcess("cpu"))
 
 
 # --- paths
@@ -187,7 +187,7 @@ def test_a_linked_folder_of_a_run_is_refused(run, name, tmp_path):
     linked.symlink_to(tmp_path / "moved")
     before = sorted((tmp_path / "moved").rglob("*"))
     with pytest.raises(RunError, match=f"{linked.name} is a link, which is not followed"):
-        sweep(run, [Grid("one", "", cells)], InProcess("cpu"))
+        fill_run(run, [Grid("one", "", cells)], InProcess("cpu"))
     assert sorted((tmp_path / "moved").rglob("*")) == before
 
 
@@ -250,7 +250,7 @@ def test_a_text_for_a_method_of_ones_own_is_checked_when_it_is_used(tmp_path, co
 def test_a_grid_imports_code_only_where_it_is_allowed(tmp_path, code, capsys, monkeypatch):
     grid = tmp_path / "grid.toml"
     grid.write_text(f'{GRID}method = "{code}:Own"\n')
-    for act in (load_grid, lambda name: launch([name], tmp_path / "run", workers=1)):
+    for act in (load_grid, lambda name: sweep([name], tmp_path / "run", workers=1)):
         with pytest.raises(Lapa2Error, match=f"{code}:Own' is code .*import {code} first, or give"):
             act(str(grid))
     for words in ("grids", "sweep"):

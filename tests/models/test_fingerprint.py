@@ -67,7 +67,7 @@ def test_texts_and_manifest_are_those_of_the_edited_weights(edit, model_class):
     before = generate(model, **SETTINGS)
     edit(model), edit(fresh)
     after, wanted = (generate(one, **SETTINGS) for one in (model, fresh))
-    assert after.samples()["tokens"].tolist() == wanted.samples()["tokens"].tolist()
+    assert after.texts()["tokens"].tolist() == wanted.texts()["tokens"].tolist()
     weights = [run.manifest().model.weights for run in (before, after, wanted)]
     assert weights[1] == weights[2] == hash_weights(fresh) != weights[0]
 

@@ -103,7 +103,7 @@ def test_the_record_of_a_batch_says_which_way_it_went(model, attn):
     model.attn = attn
     made = make_batch(model, plan, 0)
     assert made.record.model.attn == ("fused" if attn == "fused" else "matrix")
-    assert made.samples["tokens"].tolist() == wanted.samples["tokens"].tolist()
+    assert made.texts["tokens"].tolist() == wanted.texts["tokens"].tolist()
     np.testing.assert_allclose(made.trace["prefix"], wanted.trace["prefix"], atol=1e-6)
     assert bool(wanted.record.changes(made.record)) == (attn == "fused")
 

@@ -28,7 +28,7 @@ def test_a_model_put_together_by_hand_generates_as_the_loaded_one(attention):
     model = made(attention)
     run = generate(model, alpha=1.0, **SETTINGS)
     wanted = generate(load("tiny-llama"), alpha=1.0, **SETTINGS)
-    assert run.samples()["tokens"].tolist() == wanted.samples()["tokens"].tolist()
+    assert run.texts()["tokens"].tolist() == wanted.texts()["tokens"].tolist()
     shares = [result.trace()["prefix"].to_numpy() for result in (run, wanted)]
     np.testing.assert_allclose(*shares, atol=1e-5)
     facts = run.manifest().model
@@ -44,7 +44,7 @@ def test_a_bridge_made_elsewhere_generates(tmp_path):
         part.save_pretrained(tmp_path)
     run = generate(TransformerBridge.boot_transformers(str(tmp_path), device="cpu"), **SETTINGS)
     wanted = generate(load("tiny-llama"), **SETTINGS)
-    assert run.samples()["text"].tolist() == wanted.samples()["text"].tolist()
+    assert run.texts()["text"].tolist() == wanted.texts()["text"].tolist()
     assert run.manifest().model.weights.startswith("sha256 ")
 
 

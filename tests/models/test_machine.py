@@ -21,8 +21,8 @@ from lapa2_interp.models.machine import (
     stored_measurement,
 )
 from lapa2_interp.runs.grid import load_grid
-from lapa2_interp.runs.launch import load_grids
 from lapa2_interp.runs.run import load_run
+from lapa2_interp.runs.sweep import load_grids
 
 GRID = """
 model = "tiny-gpt2"

@@ -213,7 +213,7 @@ def test_an_end_id_without_a_token_ends_texts(made, tmp_path):
     asked = {"attribute": "positive", "prompts": ["A", "The lake"], "length": 60, "alpha": 0.0,
              "samples": 8, "top_k": 1000, "trace": "none"}  # fmt: skip
     with_ends, stopped, blocked = (
-        generate(model, eos=eos, **asked).samples()["tokens"].map(list)
+        generate(model, eos=eos, **asked).texts()["tokens"].map(list)
         for eos in ("keep", "stop", "block")
     )
     assert any(extra in tokens for tokens in stopped)
@@ -244,7 +244,7 @@ def test_end_tokens_without_a_logit_are_left_out(tmp_path):
         model = load_model(str(tmp_path / "none"), device="cpu", model_class=kind)
         assert model_card(model).end_ids == model_card(model).end_tokens == ()
         settings = {"attribute": "positive", "prompts": ["The lake"], "length": 24, "samples": 1}
-        assert len(generate(model, eos="block", **settings).samples()) == 1
+        assert len(generate(model, eos="block", **settings).texts()) == 1
 
 
 if not HAS_HOOKED:

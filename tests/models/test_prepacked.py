@@ -144,7 +144,7 @@ def test_logits_and_traces_are_those_without_prepacking(monkeypatch):
     plain, boosted = (
         decode(with_prepacking(model, prepacking, monkeypatch), cell) for prepacking in CHOICES
     )
-    texts = plain.samples["tokens"].tolist()
+    texts = plain.texts["tokens"].tolist()
     logits = {}
     for prepacking in CHOICES:
         with prepacked(network_of(model), prepacking), torch.no_grad():
@@ -161,7 +161,7 @@ def test_logits_and_traces_are_those_without_prepacking(monkeypatch):
     ]
     traces = (
         [read]
-        if texts != boosted.samples["tokens"].tolist()
+        if texts != boosted.texts["tokens"].tolist()
         else [read, (plain.trace, boosted.trace)]
     )
     for plain_trace, boosted_trace in traces:

@@ -110,7 +110,7 @@ def test_weights_changed_in_memory_are_other_weights(folder):
     assert model_card(model) is after
     assert after.model_copy(update={"weights": before.weights}) == before
     cell = cell_of(model, "prefix", "sentiment", "positive", ("The lake",), None, length=12)
-    assert len(decode(model, cell).samples) == 1
+    assert len(decode(model, cell).texts) == 1
 
 
 @pytest.mark.parametrize("kind", ["TransformerBridge", "TransformersModel"])
@@ -170,7 +170,7 @@ def test_quantised_weights_generate_and_take_the_bias(quantised):
     with augmented(model, Augmentation(alpha=2.0), layout):
         assert not torch.allclose(model(layout.tensor), plain)
     cell = cell_of(model, "prefix", "sentiment", "positive", ("The lake",), None, length=12)
-    assert len(decode(model, cell).samples) == 1
+    assert len(decode(model, cell).texts) == 1
     assert model_card(model).weights.startswith("sha256 ")
 
 

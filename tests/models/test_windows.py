@@ -229,7 +229,7 @@ def test_curves_of_a_run_are_by_type_of_layer(load, capsys, tmp_path):
         dtype="float64",
         trace="pooled",
     )
-    steps = step_table(run.trace(), run.samples())
+    steps = step_table(run.trace(), run.texts())
     assert list(dict.fromkeys(steps["layer_type"])) == ["full", "sliding 12"]
     last = steps[(steps["name"] == "prefix") & (steps["step"] == steps["step"].max())].set_index(
         "layer_type"

@@ -125,8 +125,8 @@ def test_pairing_makes_differences_narrow():
     texts = made({"lapa2": LINE, "other": STEEP}, noise=0.3, shared=1.0)
     loose = texts.assign(prompt=texts["prompt"] + texts["family"])
     width = []
-    for samples in (texts, loose):
-        compared = row(SteeringCurves(samples, ["acc"], 400).compare("lapa2"), "other", 1.1)
+    for judged in (texts, loose):
+        compared = row(SteeringCurves(judged, ["acc"], 400).compare("lapa2"), "other", 1.1)
         width.append(compared["difference_high"] - compared["difference_low"])
     assert width[0] < 0.7 * width[1]
 

@@ -72,7 +72,7 @@ def test_each_prompt_is_in_one_part(steered):
     assert sorted(sum(parts.values(), ())) == sorted(PROMPTS)
     assert set(steered.selection.prompts) == set(parts["choose"])
     for name in ("tune", "judge"):
-        assert set(load_run(steered.folder / name).samples()["prompt"]) == set(parts[name])
+        assert set(load_run(steered.folder / name).texts()["prompt"]) == set(parts[name])
 
 
 def test_random_heads_are_other_heads_of_the_same_layers():
@@ -107,7 +107,7 @@ def nll_by_arm(steered):
     from lapa2_interp.scoring.transformer import ConditionalPerplexity
 
     run = load_run(steered.folder / "tune")
-    texts = run.samples()
+    texts = run.texts()
     scorer = ConditionalPerplexity("tiny-gpt2")
     items = [TextItem(*pair) for pair in texts[["text", "prompt"]].to_numpy()]
     nll = np.log([score[0] for score in scorer.score(items)])
@@ -140,15 +140,15 @@ def test_the_tests_are_paired_differences_of_the_masked_accuracy(steered):
 
     words = ("positive", "negative")
     scorer = LinearScorer("sentiment")
-    hidden = steered.samples["text"]
+    hidden = steered.texts["text"]
     for word in words:
         hidden = hidden.str.replace(rf"(?i)\b{word}\b", MASK, regex=True)
     scores = scorer.score([TextItem(text) for text in hidden])
     right = [
         max(zip(score, scorer.columns, strict=True))[1] == wanted
-        for score, wanted in zip(scores, steered.samples["attribute"], strict=True)
+        for score, wanted in zip(scores, steered.texts["attribute"], strict=True)
     ]
-    by_prompt = steered.samples.assign(right=np.array(right, float)).pivot_table(
+    by_prompt = steered.texts.assign(right=np.array(right, float)).pivot_table(
         index="prompt", columns="arm", values="right"
     )
     tests = steered.tests.set_index("against")
@@ -306,7 +306,7 @@ def test_arms_without_common_scores_are_told_from_arms_that_are_not_judged(steer
     scores = pd.DataFrame(
         [("a", CHOSEN, 1.0), ("a", NO_BIAS, 0.0), ("b", CHOSEN, 1.0), ("b", ALL, math.nan)],
         columns=["prompt", "arm", "value"],
-    ).assign(sample=0, skipped="", **columns)
+    ).assign(sample=0, reason="", **columns)
     both = pd.concat([scores, scores.assign(attribute="negative")], ignore_index=True)
     tests = _tests(steered.settings, both).set_index("against")
     assert tests.loc[NO_BIAS, "prompts"] == 1
@@ -381,9 +381,7 @@ def test_continuations_are_read_by_another_model(steered, judge, tmp_path):
     table = pd.read_csv(tmp_path / "fluency.csv")
     table.index = table["arm"].str.replace(r" [\d.]+$", "", regex=True)
     network, tokenizer, _ = load_transformers(judge, "float32")
-    texts = steered.samples[
-        steered.samples["prompt"].isin(sorted(set(steered.samples["prompt"]))[:6])
-    ]
+    texts = steered.texts[steered.texts["prompt"].isin(sorted(set(steered.texts["prompt"]))[:6])]
     bits, nll = {}, {}
     for row in texts.itertuples():
         ids = tokenizer(row.text, add_special_tokens=False).input_ids
@@ -444,7 +442,7 @@ def test_control_is_read_by_another_classifier(steered, tmp_path):
         )
     inflected = re.compile(r"\b(positi|negati)\w*", re.IGNORECASE)
     scorer = LinearScorer("sentiment")
-    for arm, part in steered.samples.groupby("arm"):
+    for arm, part in steered.texts.groupby("arm"):
         right, hidden = [], []
         for row in part.itertuples():
             text = row.text[len(row.prompt) :]

@@ -191,11 +191,11 @@ def test_attention_over_all_texts_is_over_steps_that_all_have(run):
     assert text.steps == length
 
     def cut(made, row, to):
-        tokens = [text[:to] if i == row else text for i, text in enumerate(made.samples["tokens"])]
+        tokens = [text[:to] if i == row else text for i, text in enumerate(made.texts["tokens"])]
         parts = {name: made.trace[name].copy() for name in ("prefix", "bos", "prompt", "generated")}
         for part in parts.values():
             part[:, row, to:] = np.nan
-        return {"samples": made.samples.assign(tokens=tokens), "trace": made.trace.assign(parts)}
+        return {"texts": made.texts.assign(tokens=tokens), "trace": made.trace.assign(parts)}
 
     keys = [text.selected.cells["alpha 0.5 paper"].key]
     shortened = with_batches(run, lambda made: cut(made, 3, 4), keys)
@@ -205,7 +205,7 @@ def test_attention_over_all_texts_is_over_steps_that_all_have(run):
         short.arms, short.selected.cells.values(), (range(4), (0, 2, 3)), strict=True
     ):
         trace = run.trace(cell.key)["prefix"].sel(branch=short.branch).to_numpy()
-        prompts = run.samples(cell.key)["prompt"].to_numpy()
+        prompts = run.texts(cell.key)["prompt"].to_numpy()
         means = [
             np.mean([trace[i, :4].mean(0) for i in there if prompts[i] == prompt], axis=0)
             for prompt in dict.fromkeys(prompts)
@@ -332,7 +332,7 @@ def test_soft_slots_are_keys_of_their_own(tmp_path):
 
 
 def test_the_command_writes_the_page(run, study, tmp_path, capsys):
-    folder = run.save(tmp_path / "run").home
+    folder = run.save(tmp_path / "run").folder
     assert main(["view", str(folder), "--circuits", str(study), "--steps", "5"]) == 0
     said = capsys.readouterr().out
     assert re.search(

@@ -17,12 +17,12 @@ from lapa2_interp.generation.resolve import cell_of
 from lapa2_interp.models.card import ModelCard
 from lapa2_interp.models.machine import processor_kind
 from lapa2_interp.runs.engines import InProcess, LocalPool, WorkerLost
+from lapa2_interp.runs.fill import fill_run
 from lapa2_interp.runs.grid import Grid
 from lapa2_interp.runs.manifest import BatchRecord, library_versions, source_commit
 from lapa2_interp.runs.ray import RayPool
 from lapa2_interp.runs.run import load_run
 from lapa2_interp.runs.store import Failure, FinishedBatch
-from lapa2_interp.runs.sweep import sweep
 
 CARD = ModelCard(
     name="tiny-gpt2", weights="random, seed 0", architecture="none", model_class="none",
@@ -111,7 +111,7 @@ def three_batches():
 
 def in_batches(folder="run"):
     """A run of this cell."""
-    sweep(Path(folder), [Grid("one", "", (three_batches(),))], Serial(FakeWorker()))
+    fill_run(Path(folder), [Grid("one", "", (three_batches(),))], Serial(FakeWorker()))
     return load_run(folder)
 
 

@@ -32,9 +32,9 @@ from lapa2_interp.methods.prefix import NoControl
 from lapa2_interp.runs import store
 from lapa2_interp.runs.attention import one_kind
 from lapa2_interp.runs.engines import LocalPool
+from lapa2_interp.runs.fill import fill_run
 from lapa2_interp.runs.generate import make_cells
 from lapa2_interp.runs.grid import Grid
-from lapa2_interp.runs.launch import launch
 from lapa2_interp.runs.ray import RayPool
 from lapa2_interp.runs.run import Run, finished_cell
 from lapa2_interp.runs.store import Listing, is_run
@@ -57,7 +57,7 @@ def untouched(act):
 
 def swept(*cells, worker=None, run="run"):
     grid = Grid("one", "", cells or (three_batches(),))
-    return sweep(Path(run), [grid], Serial(worker or FakeWorker()), pytest.fail)
+    return fill_run(Path(run), [grid], Serial(worker or FakeWorker()), pytest.fail)
 
 
 # --- folders
@@ -132,7 +132,7 @@ FOLDERS = {
      "exists and is not a run; choose another out"),
     "a sweep into a file": (into_file, "cannot write .*file: File exists"),
     "a thesis as a run": (lambda: of_thesis(load_run), NO_RUN),
-    "a cell's folder as a run": (lambda: load_run(in_batches().place(KEY)), NO_RUN),
+    "a cell's folder as a run": (lambda: load_run(in_batches().cell_folder(KEY)), NO_RUN),
     "no folder": (lambda: load_run("nowhere"), "there is no folder nowhere; `lapa2 generate`"),
     "a finished run": (lambda: (two_methods().save("run"), two_methods().save("run")), THERE),
     "an unfinished run, force": (saved_by_force,
@@ -141,7 +141,7 @@ FOLDERS = {
         f"a run with the listing {text}": (lambda text=text: into_listing(text), "force=True replaces it")
         for text in ("{", '{"format": 2}')
     },
-    "the folder of a run in memory": (lambda: two_methods().home, "in memory only; run.save"),
+    "the folder of a run in memory": (lambda: two_methods().require_folder(), "in memory only; run.save"),
 }  # fmt: skip
 
 # --- a run's listing, cells and batches
@@ -226,7 +226,7 @@ def row_of(column, value, message):
     table[column] = pd.Series([first, value], dtype=object)
     table.to_parquet(file, index=False)
     edit(FOLDER / "000.json", sha256={file.name: sha256_of(file)})
-    store.read_samples(FOLDER, 0, three_batches())
+    store.read_texts(FOLDER, 0, three_batches())
 
 
 def counted(read):
@@ -371,7 +371,7 @@ STORED = {
         )
         for column, value, message in ROWS
     },
-    "fewer texts counted": (lambda: counted(lambda: load_run("run").samples()),
+    "fewer texts counted": (lambda: counted(lambda: load_run("run").texts()),
      r"000\.parquet .*it has 2 texts, and 000\.json 1", DamagedError),
     "fewer samples counted": (lambda: counted(lambda: store.read_trace(FOLDER, 0, three_batches())),
      r"000\.nc .*it has 2 samples, not 1", DamagedError),
@@ -379,7 +379,7 @@ STORED = {
      "/positive prefix.* is not finished", TraceError),
     "attention of a damaged trace": (lambda: reading(cut_trace, attention_of),
      r"000\.nc is missing or damaged"),
-    "texts of another cell": (lambda: of_another_cell(lambda run: run.samples(KEY)), "damaged"),
+    "texts of another cell": (lambda: of_another_cell(lambda run: run.texts(KEY)), "damaged"),
     "records of another cell": (lambda: of_another_cell(lambda run: run.records(KEY)),
      f"it belongs to cell (?!{KEY})", DamagedError),
     "an unknown method": (of_unknown_method, "unknown method 'prefx'", Lapa2Error),
@@ -408,16 +408,16 @@ def ended():
     """A run whose texts have no token."""
     run = two_methods()
     key, (batch,) = next(iter(run.batches.items()))
-    batch = replace(batch, samples=batch.samples.assign(n_tokens=0))
+    batch = replace(batch, texts=batch.texts.assign(n_tokens=0))
     return Run(None, run.listing, {key: run.by_key[key]}, {key: [batch]})
 
 
 def turned(column):
     """Samples in another order than their trace."""
     run = two_methods().select(method="prefix")
-    samples, trace = run.samples(), xr.concat([run.trace(key) for key in run.by_key], "sample")
-    ascending = samples[column].iloc[0] != samples[column].min()
-    step_table(trace, samples.sort_values(column, ascending=ascending))
+    texts, trace = run.texts(), xr.concat([run.trace(key) for key in run.by_key], "sample")
+    ascending = texts[column].iloc[0] != texts[column].min()
+    step_table(trace, texts.sort_values(column, ascending=ascending))
 
 
 def unlike(word):
@@ -440,13 +440,13 @@ READERS = {
     "finished_cell": finished_cell,
     "trace": lambda run, key: run.trace(key),
     "manifest": lambda run, key: run.manifest(key),
-    "samples": lambda run, key: run.samples([key]),
+    "texts": lambda run, key: run.texts([key]),
 }
 TABLES = ("steps", "fits", "heads", "prefix_tokens", "plot", "attention")
 PARTS = {
     **{
         f"{name} of {wanted}": (lambda name=name, wanted=wanted: getattr(two_methods(), name)(**wanted), message)
-        for name in ("select", "samples")
+        for name in ("select", "texts")
         for wanted, message in (
             ({"method": "prefx"}, "no cell with method=prefx; method may be prefix, air-"),
             ({"alpha": [0.5, 1.5]}, "no cell with alpha=1.5; alpha may be 0.0, 0.5"),
@@ -472,11 +472,11 @@ PARTS = {
             ),
         )
     },
-    "a part of a key": (lambda: two_methods().samples(first_key()[:5]), r"has no cell '\w{5}'"),
-    "a number": (lambda: two_methods().samples(5), "has no cell 5"),
-    "a run as a key": (lambda: two_methods().samples(two_methods()),
-     r"not a key; ask the run itself: run.select\(...\).samp"),
-    "a key and values": (lambda: two_methods().samples(first_key(), method="prefix"),
+    "a part of a key": (lambda: two_methods().texts(first_key()[:5]), r"has no cell '\w{5}'"),
+    "a number": (lambda: two_methods().texts(5), "has no cell 5"),
+    "a run as a key": (lambda: two_methods().texts(two_methods()),
+     r"not a key; ask the run itself: run.select\(...\).texts"),
+    "a key and values": (lambda: two_methods().texts(first_key(), method="prefix"),
      "give keys, or values .method=prefix., not both"),
     "steps of an unknown branch": (lambda: two_methods().steps("none", method="prefix"),
      "unknown branch 'none'", TraceError),
@@ -507,9 +507,9 @@ PARTS = {
     "steps without a trace": (lambda: of_trace("none").steps(),
      "no cell with a trace; generate it with trace=", TraceError),
     **{
-        f"samples by {column} in another order than their trace": (
+        f"texts by {column} in another order than their trace": (
             lambda column=column: turned(column),
-            "samples and trace are in another order",
+            "texts and trace are in another order",
             TraceError,
         )
         for column in ("arm", "prompt")
@@ -530,13 +530,13 @@ augmentation = "none"
 
 def launched(method='"prefix"', **settings):
     Path("g.toml").write_text(f"{GRID}method = {method}\n")
-    return launch(["g.toml"], "run", **settings)
+    return sweep(["g.toml"], "run", **settings)
 
 
 def of_two_folders():
     for folder in "ab":
         written(f"{folder}/x.toml", f'{GRID}method = "prefix"\n')
-    launch(["a/x.toml", "b/x.toml"], "run")
+    sweep(["a/x.toml", "b/x.toml"], "run")
 
 
 def with_a_method_of_the_script():
@@ -555,7 +555,9 @@ def in_a_process(daemon):
         patch.dict(here._config, daemon=daemon),
         patch.object(here, "_inheriting", not daemon, create=True),
     ):
-        sweep(Path("run"), [Grid("one", "", (three_batches(),))], LocalPool(2, "cpu"), pytest.fail)
+        fill_run(
+            Path("run"), [Grid("one", "", (three_batches(),))], LocalPool(2, "cpu"), pytest.fail
+        )
 
 
 def without_ray():

@@ -22,11 +22,11 @@ from lapa2_interp.generation.resolve import cell_of
 from lapa2_interp.methods import load_task
 from lapa2_interp.runs import store
 from lapa2_interp.runs.engines import InProcess
+from lapa2_interp.runs.fill import fill_run, open_run
 from lapa2_interp.runs.generate import make_cells
 from lapa2_interp.runs.grid import Grid
 from lapa2_interp.runs.run import Run, each_once, finished_cell, write_run
 from lapa2_interp.runs.store import is_run
-from lapa2_interp.runs.sweep import open_run, sweep
 from lapa2_interp.tasks.task import Task
 
 ONE_HEAD = Augmentation(alpha=1, heads=((0, 1),))
@@ -47,7 +47,7 @@ def one(run):
 
 @pytest.fixture(scope="module")
 def stored(run, tmp_path_factory):
-    return run.save(tmp_path_factory.mktemp("stored") / "run").home
+    return run.save(tmp_path_factory.mktemp("stored") / "run").folder
 
 
 @pytest.fixture
@@ -58,9 +58,9 @@ def saved(stored, tmp_path):
 
 def same(one, two):
     assert one.manifest == two.manifest
-    assert one.samples["tokens"].map(list).tolist() == two.samples["tokens"].map(list).tolist()
+    assert one.texts["tokens"].map(list).tolist() == two.texts["tokens"].map(list).tolist()
     pd.testing.assert_frame_equal(
-        one.samples.drop(columns="tokens"), two.samples.drop(columns="tokens")
+        one.texts.drop(columns="tokens"), two.texts.drop(columns="tokens")
     )
     xr.testing.assert_equal(one.trace, two.trace)
 
@@ -69,11 +69,11 @@ def test_a_run_reads_back_equal(run, stored):
     again = load_run(stored)
     assert again.by_key == run.by_key
     assert again.finished == run.by_key
-    assert run.samples().groupby(["arm", "attribute"]).size().tolist() == [4, 4, 4, 4]
+    assert run.texts().groupby(["arm", "attribute"]).size().tolist() == [4, 4, 4, 4]
     for key in run.by_key:
         same(finished_cell(again, key), finished_cell(run, key))
         names = {"cell.json", "000.json", "000.parquet", "000.nc"}
-        assert {path.name for path in again.place(key).iterdir()} == names
+        assert {path.name for path in again.cell_folder(key).iterdir()} == names
     assert {path.name for path in stored.iterdir()} == {"cells", "run.json"}
 
 
@@ -83,7 +83,7 @@ def test_one_cell_is_a_run(run, saved):
         alone = source.select(key=key)
         assert list(alone.by_key) == [key]
         same(finished_cell(alone), finished_cell(run, key))
-        assert alone.samples()["text"].tolist() == run.samples([key])["text"].tolist()
+        assert alone.texts()["text"].tolist() == run.texts([key])["text"].tolist()
 
 
 def test_a_run_is_replaced_by_force(one, tmp_path):
@@ -115,10 +115,10 @@ def test_what_another_process_finished_meanwhile_is_not_replaced(one, tmp_path):
     assert (target / "notes.txt").read_text() == "of a user"
 
 
-def test_an_arm_by_another_name_has_the_trace_of_its_samples(run):
-    samples, trace = run.samples(), xr.concat([run.trace(key) for key in run.by_key], "sample")
-    named = samples.assign(arm=samples["arm"].map(lambda arm: f"own {arm}"))
-    assert len(step_table(trace, named)) == len(step_table(trace, samples))
+def test_an_arm_by_another_name_has_the_trace_of_its_texts(run):
+    texts, trace = run.texts(), xr.concat([run.trace(key) for key in run.by_key], "sample")
+    named = texts.assign(arm=texts["arm"].map(lambda arm: f"own {arm}"))
+    assert len(step_table(trace, named)) == len(step_table(trace, texts))
 
 
 @pytest.mark.parametrize(
@@ -138,25 +138,25 @@ def test_texts_without_a_first_token_have_no_attention(run):
     """They are left out, and said."""
     key = next(iter(run.by_key))
     cell = finished_cell(run, key)
-    samples, trace = cell.samples.copy(), cell.trace.copy(deep=True)
-    samples.loc[0, "n_tokens"] = 0
+    texts, trace = cell.texts.copy(), cell.trace.copy(deep=True)
+    texts.loc[0, "n_tokens"] = 0
     for name in trace.data_vars:
         if "step" in trace[name].dims:
             trace[name] = trace[name].where(trace["sample"] != 0)
-    batch = replace(run.batches[key][0], samples=samples, trace=trace)
+    batch = replace(run.batches[key][0], texts=texts, trace=trace)
     ended = Run(None, run.listing, {key: run.by_key[key]}, {key: [batch]})
     attention = ended.attention()
-    assert (attention.n_untraced, len(attention.kinds[0][0])) == (1, len(samples) - 1)
-    assert set(attention.steps()["n"]) == {len(samples) - 1}
+    assert (attention.n_untraced, len(attention.kinds[0][0])) == (1, len(texts) - 1)
+    assert set(attention.steps()["n"]) == {len(texts) - 1}
 
 
 def test_reading_takes_a_listing_and_two_small_files_a_cell(saved, monkeypatch):
     opened, real = Counter(), store.read_text
     monkeypatch.setattr(store, "read_text", lambda file: opened.update([file.name]) or real(file))
-    for name in ("sha256_of", "read_samples", "read_trace"):
+    for name in ("sha256_of", "read_texts", "read_trace"):
         monkeypatch.setattr(store, name, lambda *_: pytest.fail("a large file is read"))
     store._record.cache_clear()
-    assert len(load_run(saved.home).cells) == 4
+    assert len(load_run(saved.folder).cells) == 4
     assert opened == {"run.json": 1, "cell.json": 4, "000.json": 4}
 
 
@@ -167,11 +167,11 @@ def test_generate_makes_a_run_of_one_cell(tmp_path):
     (cell,) = run.by_key.values()
     assert cell.augmentation == Augmentation(alpha=0.5)
     again = make_cells(load("tiny-gpt2"), [cell])
-    assert again.samples().equals(run.samples())
+    assert again.texts().equals(run.texts())
     assert again.manifest().cell == run.manifest().cell == cell
     saved = run.save(tmp_path / "run")
     same(finished_cell(saved), finished_cell(run))
-    assert generate(load("tiny-gpt2"), alpha=0, **asked).samples()["arm"].unique() == ["baseline"]
+    assert generate(load("tiny-gpt2"), alpha=0, **asked).texts()["arm"].unique() == ["baseline"]
 
 
 def test_cells_of_generate_and_of_a_sweep_are_read_together(tmp_path):
@@ -179,12 +179,12 @@ def test_cells_of_generate_and_of_a_sweep_are_read_together(tmp_path):
     asked = {"attribute": "positive", "prompts": ["The lake"], "length": 14, "dtype": "float32"}
     generate("tiny-gpt2", **asked).save(tmp_path / "run")
     stronger = cell_of("tiny-gpt2", alpha=1, **asked)
-    swept = sweep(tmp_path / "run", [Grid("more", "", (stronger,))], InProcess("cpu"))
+    swept = fill_run(tmp_path / "run", [Grid("more", "", (stronger,))], InProcess("cpu"))
     assert swept.made == 1
     attention = load_run(tmp_path / "run").attention()
-    ((samples, trace),) = attention.kinds
-    assert trace["arm"].to_numpy().tolist() == samples["arm"].tolist()
-    assert len(set(samples["arm"])) == 2
+    ((texts, trace),) = attention.kinds
+    assert trace["arm"].to_numpy().tolist() == texts["arm"].tolist()
+    assert len(set(texts["arm"])) == 2
 
 
 def test_columns_are_chosen_by_number_and_by_text(tmp_path, capsys):
@@ -193,7 +193,7 @@ def test_columns_are_chosen_by_number_and_by_text(tmp_path, capsys):
         cell_of("tiny-gpt2", length=length, alpha=alpha, **asked)
         for length in (14, 18) for alpha in (0.0, 0.5)
     ]  # fmt: skip
-    sweep(tmp_path / "run", [Grid("mine", "", tuple(cells))], InProcess("cpu"))
+    fill_run(tmp_path / "run", [Grid("mine", "", tuple(cells))], InProcess("cpu"))
     run = load_run(tmp_path / "run")
     for wanted in ({"max_length": 14}, {"max_length": "14"}, {"alpha": "0.50"}, {"alpha": 0.5}):
         assert len(run.select(**wanted).by_key) == 2, wanted
@@ -261,8 +261,8 @@ def test_files_of_one_task_name_are_told_apart_by_their_texts():
 
 
 def test_a_copy_of_an_unfinished_run_says_what_is_missing(saved, tmp_path):
-    (saved.place(next(iter(saved.by_key))) / "000.json").unlink()
-    copy = load_run(saved.home).save(tmp_path / "copy")
+    (saved.cell_folder(next(iter(saved.by_key))) / "000.json").unlink()
+    copy = load_run(saved.folder).save(tmp_path / "copy")
     assert copy.cells["state"].value_counts().to_dict() == {"finished": 3, "missing": 1}
 
 
@@ -274,12 +274,12 @@ def batched(tmp_path):
 def again(run):
     """What a sweep says that makes the run again."""
     notes, grid = [], Grid("one", "", tuple(run.by_key.values()))
-    sweep(run.home, [grid], Serial(FakeWorker()), notes.append)
+    fill_run(run.folder, [grid], Serial(FakeWorker()), notes.append)
     return notes
 
 
 def texts_of(run):
-    return load_run(run.home).samples()["text"].tolist()
+    return load_run(run.folder).texts()["text"].tolist()
 
 
 def remove_last(folder):
@@ -307,7 +307,7 @@ def remove_last(folder):
 def test_a_count_in_a_record_is_compared_with_the_cells_texts(batched, harm, message):
     ((key, _),) = batched.by_key.items()
     wanted = texts_of(batched)
-    harm(batched.place(key))
+    harm(batched.cell_folder(key))
     assert batched.state(key) == "damaged"
     with pytest.raises(RunError, match="is damaged"):
         finished_cell(batched, key)
@@ -318,7 +318,7 @@ def test_a_count_in_a_record_is_compared_with_the_cells_texts(batched, harm, mes
 
 def test_one_record_with_a_wrong_count_of_batches_is_found_by_the_next_batch(batched):
     ((key, _),) = batched.by_key.items()
-    wanted, folder = texts_of(batched), batched.place(key)
+    wanted, folder = texts_of(batched), batched.cell_folder(key)
     for file in [*folder.glob("000.*"), *folder.glob("002.*")]:
         file.unlink()
     edit(folder / "001.json", n_batches=5)
@@ -331,7 +331,7 @@ def test_one_record_with_a_wrong_count_of_batches_is_found_by_the_next_batch(bat
 )
 def test_a_damaged_note_of_a_failure_is_told_as_one(batched, note):
     ((key, _),) = batched.by_key.items()
-    folder = batched.place(key)
+    folder = batched.cell_folder(key)
     store.remove_batches(folder)
     file = folder / "failed.json"
     if note == "a folder":
@@ -346,7 +346,7 @@ def test_a_damaged_note_of_a_failure_is_told_as_one(batched, note):
         texts = {"no text": "{", "a file": "[1]", "NUL": "\0"}
         file.write_text(texts.get(note, json.dumps(blank)))
     assert batched.failures[key].reason == f"unknown: {file} is damaged"
-    assert main(["runs", str(batched.home)]) == 0
+    assert main(["runs", str(batched.folder)]) == 0
     assert again(batched) == []
     assert not file.exists()
     assert batched.state(key) == "finished"

@@ -42,17 +42,17 @@ from lapa2_interp.methods import load_task
 from lapa2_interp.models.machine import processor_kind
 from lapa2_interp.prefixes.soft_prefix import save_prefix
 from lapa2_interp.runs import engines
-from lapa2_interp.runs import launch as launching
+from lapa2_interp.runs import fill as filling
 from lapa2_interp.runs import sweep as sweeping
 from lapa2_interp.runs import worker as working
 from lapa2_interp.runs.engines import InProcess, LocalPool, WorkerLost
 from lapa2_interp.runs.estimates import row_tokens_of
+from lapa2_interp.runs.fill import ATTEMPTS, fill_run, open_run, remove_earlier_cells
 from lapa2_interp.runs.generate import make_cells
 from lapa2_interp.runs.grid import Grid, load_grid
 from lapa2_interp.runs.manifest import BatchRecord, Manifest
 from lapa2_interp.runs.run import finished_cell, load_run
 from lapa2_interp.runs.store import Failure, Listing
-from lapa2_interp.runs.sweep import ATTEMPTS, open_run, remove_earlier, sweep
 from lapa2_interp.runs.worker import Worker, check_files
 from lapa2_interp.scoring.task_scorer import SHIPPED_WEIGHTS
 from lapa2_interp.tasks import task as tasks
@@ -122,20 +122,20 @@ def cell(cells):
 def undisturbed(tmp_path_factory, grids):
     """A run that a model has made in one go."""
     folder = tmp_path_factory.mktemp("undisturbed") / "run"
-    done = sweep(folder, grids, InProcess("cpu"), pytest.fail)
+    done = fill_run(folder, grids, InProcess("cpu"), pytest.fail)
     assert (done.before, done.made, done.failed) == (0, 4, ())
     return folder
 
 
-def fake_sweep(run, grids, worker=None, notify=pytest.fail):
+def fake_fill(run, grids, worker=None, notify=pytest.fail):
     """A sweep whose batches are made without a model."""
-    return sweep(run, grids, Serial(worker or FakeWorker()), notify)
+    return fill_run(run, grids, Serial(worker or FakeWorker()), notify)
 
 
 @pytest.fixture
 def fake(grids, tmp_path):
     """A finished run of such batches, which may be spoiled."""
-    fake_sweep(tmp_path / "fake", grids)
+    fake_fill(tmp_path / "fake", grids)
     return tmp_path / "fake"
 
 
@@ -147,7 +147,7 @@ def half_done(run, grids, batches):
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        fake_sweep(run, grids, FakeWorker(before=stop))
+        fake_fill(run, grids, FakeWorker(before=stop))
 
 
 def assert_equal_runs(run, expected):
@@ -240,13 +240,13 @@ def test_ctrl_c_in_a_terminal_is_a_sentence_even_while_workers_start(files, tmp_
 def run_command(run, files, log):
     """`lapa2 sweep`, here."""
     signal.signal(signal.SIGINT, signal.default_int_handler)  # as in `command`
-    finish = sweeping._Sweep._finish
+    finish = filling._Filling._finish
 
     def finish_and_wait(self, work):
         finish(self, work)
         time.sleep(60)  # or until the signal: the cells are done in a moment
 
-    sweeping._Sweep._finish = finish_and_wait
+    filling._Filling._finish = finish_and_wait
     with log.open("w") as stream:
         os.dup2(stream.fileno(), 1)
         os.dup2(stream.fileno(), 2)
@@ -274,15 +274,15 @@ def test_signals_that_stop_it_are_told_what_is_finished(files, tmp_path, number,
 
 def test_only_some_cells_of_a_grid_are_made_and_the_others_later(files, tmp_path, monkeypatch):
     """The run notes all cells; another call makes what is left."""
-    monkeypatch.setattr(launching, "local_engine", lambda *_: Serial(FakeWorker()))
+    monkeypatch.setattr(sweeping, "local_engine", lambda *_: Serial(FakeWorker()))
     run, names = tmp_path / "run", [str(file) for file in files]
-    done = launching.launch(names, run, only={"method": "prefix"}, notify=print)
+    done = sweeping.sweep(names, run, only={"method": "prefix"}, notify=print)
     cells = load_run(run).cells
     assert set(cells["method"][cells["state"] == "finished"]) == {"prefix"}
     assert (done.made, len(cells)) == ((cells["method"] == "prefix").sum(), 4)
     numbers = {"samples": [str(float(cells["samples"][0]))]}  # as text no cell has it
-    assert launching.launch(names, run, only={"method": ["prefix"]} | numbers).made == 0
-    assert launching.launch(names, run).before == done.made
+    assert sweeping.sweep(names, run, only={"method": ["prefix"]} | numbers).made == 0
+    assert sweeping.sweep(names, run).before == done.made
     assert len(load_run(run).finished) == 4
 
 
@@ -296,7 +296,7 @@ def test_a_worker_tells_how_far_it_is_after_every_step(cell):
     shown = []
     with InProcess("cpu") as engine:
         outcome = engine.submit(cell, 0, None, CountingBar(shown.append)).result()
-    assert len(shown) == outcome.samples["n_tokens"].max()
+    assert len(shown) == outcome.texts["n_tokens"].max()
     assert shown == sorted(set(shown))
     assert shown[-1] == outcome.record.new_tokens
 
@@ -314,11 +314,11 @@ def test_a_worker_that_has_not_begun_is_not_waited_for(cell, monkeypatch):
 
 @pytest.mark.alone
 def test_a_worker_that_dies_with_nothing_to_do_is_replaced(undisturbed, cell, quick_processes):
-    texts = load_run(undisturbed).samples([cell.key])["text"]
+    texts = load_run(undisturbed).texts([cell.key])["text"]
     with LocalPool(1, "cpu") as engine:
         for _ in range(2):
             outcome = engine.submit(cell, 0, None, tqdm(disable=True)).result()
-            assert outcome.samples["text"].equals(texts[: len(outcome.samples)])
+            assert outcome.texts["text"].equals(texts[: len(outcome.texts)])
             process = engine._slots[0].worker.process
             process.kill()
             process.join()
@@ -362,21 +362,21 @@ def test_how_a_worker_ended_is_told(idle, act, message, begun):
 def test_a_batch_whose_workers_die_is_given_up(grids, cell, tmp_path):
     batch = cell.key, 0
     worker = FakeWorker({batch: WorkerLost("killed", begun=True)}, always=True)
-    done = fake_sweep(tmp_path / "run", grids, worker, lambda line: None)
+    done = fake_fill(tmp_path / "run", grids, worker, lambda line: None)
     assert (done.failed, done.made) == ((cell.key,), 3)
     assert worker.begun[batch] == ATTEMPTS == 3
 
 
 def test_of_a_worker_elsewhere_that_died_the_last_line_is_told():
-    reason = sweeping._worker_lost(OSError("its machine\n\nis gone\n")).reason
+    reason = filling._worker_lost(OSError("its machine\n\nis gone\n")).reason
     assert reason.startswith("the worker died 3 times: OSError: is gone; where memory ran out, ")
 
 
 SCRIPT = """
 import sys
 from pathlib import Path
-from lapa2_interp.runs.launch import launch
-print(launch(*sys.argv[1:], workers=2).made)
+from lapa2_interp.runs.sweep import sweep
+print(sweep(*sys.argv[1:], workers=2).made)
 """
 
 
@@ -421,7 +421,7 @@ def test_a_worker_that_cannot_start_is_no_fault_of_a_batch(
     monkeypatch.setattr(engines, "BEGIN", begin)
     run = tmp_path / "run"
     with pytest.raises(RunError, match=f"cannot start, tried 3 times: .*{message}.*workers=1 ma"):
-        sweep(run, grids, LocalPool(2, "cpu"), pytest.fail)
+        fill_run(run, grids, LocalPool(2, "cpu"), pytest.fail)
     assert "Traceback" not in capfd.readouterr().err
     assert set(load_run(run).cells["state"]) == {"missing"}
 
@@ -434,7 +434,7 @@ def test_a_worker_that_starts_slowly_or_at_the_second_try_is_no_worse(
     first = f"import os, time; fd = os.open({str(there)!r}, os.O_CREAT | os.O_APPEND | os.O_WRONLY)"
     ends = "os.write(fd, b'.') and os.fstat(fd).st_size == 1 and os._exit(1)"
     monkeypatch.setattr(engines, "BEGIN", f"{first}; {ends}; time.sleep(0.3); {engines.BEGIN}")
-    done = sweep(tmp_path / "run", grids, LocalPool(1, "cpu"), pytest.fail)
+    done = fill_run(tmp_path / "run", grids, LocalPool(1, "cpu"), pytest.fail)
     assert (done.made, done.failed, there.read_text()) == (4, (), "..")
     assert_equal_runs(tmp_path / "run", undisturbed)
 
@@ -464,11 +464,11 @@ def test_a_bar_moves_inside_a_batch_and_ends_where_the_work_does(
         bars.append(Bar(total=total, file=io.StringIO()))
         return bars[0]
 
-    monkeypatch.setattr(sweeping, "progress_bar", bar_of)
+    monkeypatch.setattr(filling, "progress_bar", bar_of)
     failing, dying = cells[2].key, cells[1].key
     faults = {(failing, 1): ValueError("no"), (dying, 1): WorkerLost("killed", begun=True)}
     engine = Telling(FakeWorker(faults))
-    done = sweep(tmp_path / "run", grids, engine, lambda _: None)
+    done = fill_run(tmp_path / "run", grids, engine, lambda _: None)
     assert done.failed == (failing,)
     row_tokens = [row_tokens_of(planned) for planned in cells]
     left = sum(row_tokens) - row_tokens[0] * 4 // 6 - (row_tokens[2] - row_tokens[2] * 4 // 6)
@@ -597,7 +597,7 @@ def test_a_run_folder_that_is_moved_meanwhile_is_not_filled(grids, tmp_path, bac
                 shutil.copytree(tmp_path / "before", run)
 
     with pytest.raises(RunError, match="is gone: it was moved or removed"):
-        fake_sweep(run, grids, FakeWorker(before=move))
+        fake_fill(run, grids, FakeWorker(before=move))
     assert run.exists() == back
 
 
@@ -641,15 +641,15 @@ def test_a_listing_that_is_lost_or_of_another_version_is_no_obstacle(fake, grids
     listing = fake / "run.json"
     listing.write_text(listing.read_text().replace(Listing().lapa2_interp, "9.0"))
     assert len(load_run(fake).finished) == 4
-    assert fake_sweep(fake, grids).before == 4
+    assert fake_fill(fake, grids).before == 4
     listing.unlink()
-    assert fake_sweep(fake, grids).before == 4
+    assert fake_fill(fake, grids).before == 4
     assert {"one", "two"} == load_run(fake).listing.grids.keys()
 
 
 def test_an_empty_folder_becomes_a_run(grids, tmp_path):
     run = open_run(tmp_path, grids)
-    assert (len(run.samples()), run.finished) == (0, {})
+    assert (len(run.texts()), run.finished) == (0, {})
     assert run.cells["state"].tolist() == ["missing"] * 4
 
 
@@ -667,11 +667,11 @@ def test_settings_of_a_cell_that_are_damaged_are_written_anew(fake, grids, tmp_p
     before = file.read_text()
     spoil(file)
     (tmp_path / "auto.toml").write_text(ONE.replace('dtype = "float32"', 'dtype = "auto"'))
-    (grid,) = launching.load_grids(fake, [str(tmp_path / "auto.toml")])
+    (grid,) = sweeping.load_grids(fake, [str(tmp_path / "auto.toml")])
     assert {planned.dtype for planned in grid.cells} == {"float32"}, (
         "that of the cells that can be read"
     )
-    assert fake_sweep(fake, grids).before == 4
+    assert fake_fill(fake, grids).before == 4
     assert file.read_text() == before
 
 
@@ -710,7 +710,7 @@ def test_batches_that_were_made_otherwise_are_made_again(grids, tmp_path, cell):
         assert change in batch.record.changes(with_record(batch, **facts).record)
     every = {name: value for facts in OTHERWISE.values() for name, value in facts.items()}
     notes, worker = [], Otherwise(cell.key, every)
-    fake_sweep(tmp_path / "run", grids, worker, notes.append)
+    fake_fill(tmp_path / "run", grids, worker, notes.append)
     assert (cell.key, 0) in worker.made
     (note,) = notes
     assert f"({cell.key}): 1 finished batch made again; " in note
@@ -724,7 +724,7 @@ def test_batches_that_were_made_otherwise_are_made_again(grids, tmp_path, cell):
 def test_another_commit_alone_makes_nothing_again(grids, tmp_path, cell):
     half_done(tmp_path / "run", grids, 1)
     worker = Otherwise(cell.key, {"commit": "another"})
-    assert fake_sweep(tmp_path / "run", grids, worker).made == 4
+    assert fake_fill(tmp_path / "run", grids, worker).made == 4
     assert (cell.key, 0) not in worker.made
 
 
@@ -736,7 +736,7 @@ def test_the_first_batch_of_a_sweep_says_how_the_others_of_its_cell_are_made(cel
 
     packings, worker = [], Otherwise(cell.key, {"of_model": {"prepacking": "all"}})
     only = [Grid("one", "", (cell,))]
-    sweep(tmp_path / "run", only, Packing(worker), pytest.fail)
+    fill_run(tmp_path / "run", only, Packing(worker), pytest.fail)
     assert packings == [None, "all"]
 
 
@@ -748,13 +748,13 @@ def test_what_is_beside_the_batches_of_a_cell_stays_and_is_no_batch(fake, grids,
     shutil.copy(own / "000.json", own / "000 (copy).json")
     with temporary_folder(fake) as scores:  # as `lapa2 score RUN --out RUN/scores` does
         assert load_run(fake).failures == {}
-        assert fake_sweep(fake, grids).before == 4
+        assert fake_fill(fake, grids).before == 4
         assert scores.is_dir()
     assert (own / "000 (copy).json").exists()
     shutil.copy(own / "000.parquet", own / "009.parquet")
     text = (own / "000.json").read_text()
     (own / "009.json").write_text(text.replace('"000.', '"009.'))
-    assert fake_sweep(fake, grids).before == 4
+    assert fake_fill(fake, grids).before == 4
     assert not (own / "009.json").exists(), "a number that the cell does not have"
     assert len(load_run(fake).finished) == 4
 
@@ -777,7 +777,7 @@ def test_a_disk_that_fails_or_too_little_memory_is_no_damage(fake, monkeypatch, 
     before = contents(fake)
     monkeypatch.setattr(f"lapa2_interp.runs.{where}", fails)
     with pytest.raises(type(error), match=str(error.args[-1])):
-        load_run(fake).samples()
+        load_run(fake).texts()
     assert contents(fake) == before
 
 
@@ -794,7 +794,7 @@ def test_generate_gives_what_a_sweep_writes(undisturbed, tmp_path):
     asked = {"attribute": "positive", "prompts": ["The book"], "length": 14, "dtype": "float32"}
     alone = generate("tiny-gpt2", **asked).save(tmp_path / "alone")
     grid = Grid("mine", "", tuple(alone.by_key.values()))
-    sweep(tmp_path / "swept", [grid], InProcess("cpu"), pytest.fail)
+    fill_run(tmp_path / "swept", [grid], InProcess("cpu"), pytest.fail)
     assert_equal_runs(tmp_path / "swept", alone.folder)
 
 
@@ -806,17 +806,17 @@ def test_reading_is_tidy_and_generates_nothing(undisturbed, monkeypatch):
     for name in (*loads, "generation.loop.decode_batch", "generation.plan.plan_batches"):
         monkeypatch.setattr(f"lapa2_interp.{name}", never)
     run = load_run(undisturbed)
-    samples, cells = run.samples(), run.cells
-    assert len(samples) == 3 * 6 + 3
-    assert not samples.duplicated(["cell", "prompt", "sample"]).any()
-    sizes = samples.groupby("cell", sort=False).size().to_dict()
+    texts, cells = run.texts(), run.cells
+    assert len(texts) == 3 * 6 + 3
+    assert not texts.duplicated(["cell", "prompt", "sample"]).any()
+    sizes = texts.groupby("cell", sort=False).size().to_dict()
     assert sizes == {key: 3 * cell.samples for key, cell in run.by_key.items()}
     # A byte is a token.
-    assert (samples["n_tokens"] + samples["prompt"].str.len()).tolist() == [18] * 21
+    assert (texts["n_tokens"] + texts["prompt"].str.len()).tolist() == [18] * 21
     assert list(cells["key"]) == list(run.by_key)
     assert cells["grids"].tolist().count("one, two") == 1
     tokens = cells.set_index("key")["tokens"].to_dict()
-    assert tokens == samples.groupby("cell")["n_tokens"].sum().to_dict()
+    assert tokens == texts.groupby("cell")["n_tokens"].sum().to_dict()
     assert (cells["seconds"] > 0).all()
     row = cells[cells["layers"] == "top"].iloc[0]
     named = {
@@ -827,8 +827,8 @@ def test_reading_is_tidy_and_generates_nothing(undisturbed, monkeypatch):
     assert row[list(named)].to_dict() == named
     assert isinstance(run.trace(cells["key"].iloc[-1]), xr.Dataset)
     assert run.trace(row["key"]) is None
-    own = samples[samples["cell"] == row["key"]].reset_index(drop=True)
-    pd.testing.assert_frame_equal(run.samples([row["key"]]), own)
+    own = texts[texts["cell"] == row["key"]].reset_index(drop=True)
+    pd.testing.assert_frame_equal(run.texts([row["key"]]), own)
     chosen = run.select(method="prefix", arm=["baseline", row["arm"]], task="sentiment")
     arms = ("baseline", row["arm"])
     assert list(chosen.by_key) == [key for key, cell in run.by_key.items() if cell.arm in arms]
@@ -838,7 +838,7 @@ def test_states_of_cells_are_listed(grids, tmp_path, capsys):
     half_done(tmp_path / "run", grids, 3)
     run = load_run(tmp_path / "run")
     assert run.cells["state"].tolist() == ["finished", "partly", "missing", "missing"]
-    assert set(run.samples()["cell"]) == {run.cells["key"][0]}
+    assert set(run.texts()["cell"]) == {run.cells["key"][0]}
     assert lapa2("runs", tmp_path / "run", "--json", "--state", "missing") == 0
     assert [row["state"] for row in json.loads(capsys.readouterr().out)] == ["missing"] * 2
     assert lapa2("runs", tmp_path / "run") == 0
@@ -858,7 +858,7 @@ def test_a_manifest_says_what_made_the_cell(undisturbed):
             1,
         )
         assert manifest.versions["torch"] == importlib.metadata.version("torch")
-        assert manifest.new_tokens == run.samples([key])["n_tokens"].sum()
+        assert manifest.new_tokens == run.texts([key])["n_tokens"].sum()
         assert manifest.seconds > 0
         assert (
             manifest.branches["prefix" if cell.method == "prefix" else "target"] == "Very positive:"
@@ -876,7 +876,7 @@ def test_every_class_of_model_and_every_option_reaches_the_worker(tmp_path, mode
     text = text.replace('"float32"', '"float64"')
     text += f'model_class = "{model_class}"\neos = "stop"\ntop_k = 5\nseed = 3\n'
     grid, (cell,) = grid_of(tmp_path, text + 'method = "prefix"\n')
-    assert sweep(tmp_path / "run", [grid], InProcess("cpu"), pytest.fail).made == 1
+    assert fill_run(tmp_path / "run", [grid], InProcess("cpu"), pytest.fail).made == 1
     finished = finished_cell(load_run(tmp_path / "run"), cell.key)
     assert finished.trace is None
     card = finished.manifest.model
@@ -885,7 +885,7 @@ def test_every_class_of_model_and_every_option_reaches_the_worker(tmp_path, mode
         load("tiny-gpt2", "float64", model_class), cell.decoding_method, cell.task, "positive",
         cell.task.prompts.texts, length=18, seed=3, top_k=5, eos="stop", trace="none",
     )  # fmt: skip
-    assert finished.samples["text"].tolist() == alone.samples["text"].tolist()
+    assert finished.texts["text"].tolist() == alone.texts["text"].tolist()
 
 
 # --- a grid that has changed
@@ -905,22 +905,22 @@ def test_a_sweep_names_what_an_earlier_grid_has_left(changed, grids):
     run, fewer = changed
     for _ in range(2):  # every time, not only when the grid has changed
         notes = []
-        done = fake_sweep(run, fewer, notify=notes.append)
+        done = fake_fill(run, fewer, notify=notes.append)
         assert (done.before, done.made) == (2, 0)
         (line,) = notes
         assert line.startswith(f"{EARLIER}{run} too, and in no table or report: tiny-gpt2 sent")
         assert line.endswith("lists them, and with --remove-earlier removes them")
     assert len(load_run(run).by_key) == 2
-    assert fake_sweep(run, grids).before == 4, "with the grid as it was"
+    assert fake_fill(run, grids).before == 4, "with the grid as it was"
 
 
 def test_cells_of_an_earlier_grid_are_listed_read_and_removed_when_asked_for(changed, capsys):
     run, fewer = changed
-    fake_sweep(run, fewer, notify=lambda line: None)
+    fake_fill(run, fewer, notify=lambda line: None)
     now, every = load_run(run), load_run(run, earlier=True)
     old = [key for key in every.by_key if key not in now.by_key]
     assert every.cells["grids"].tolist() == ["one, two"] * 2 + [""] * 2
-    assert len(every.samples(old)) == sum(every.by_key[key].n_texts for key in old)
+    assert len(every.texts(old)) == sum(every.by_key[key].n_texts for key in old)
     assert lapa2("runs", run) == 0
     printed = capsys.readouterr().out.splitlines()
     assert printed[2].startswith("earlier grids (in no table or report; --remove-earlier removes")
@@ -933,20 +933,20 @@ def test_cells_of_an_earlier_grid_are_listed_read_and_removed_when_asked_for(cha
     assert "2 cells of earlier grids removed" in capsys.readouterr().out
     assert {folder.name for folder in (run / "cells").iterdir()} == set(now.by_key)
     assert load_run(run, earlier=True).cells.equals(now.cells)
-    fake_sweep(run, fewer)
+    fake_fill(run, fewer)
 
 
 def test_what_another_sweep_makes_and_links_are_not_removed(changed, tmp_path):
     run, fewer = changed
-    fake_sweep(run, fewer, notify=lambda line: None)
+    fake_fill(run, fewer, notify=lambda line: None)
     busy, idle = (
         key for key in load_run(run, earlier=True).by_key if key not in load_run(run).by_key
     )
     (tmp_path / "precious").mkdir()
     (run / "cells" / ("0" * 16)).symlink_to(tmp_path / "precious")
     notes = []
-    with acquire_lock(run / "cells" / busy / sweeping.LOCK):
-        assert remove_earlier(run, notes.append) == [idle]
+    with acquire_lock(run / "cells" / busy / filling.LOCK):
+        assert remove_earlier_cells(run, notes.append) == [idle]
     assert notes == [f"{busy} is being made by another sweep, and stays"]
     assert (run / "cells" / ("0" * 16)).is_symlink()
     assert (run / "cells" / busy / "000.json").exists()

@@ -90,7 +90,7 @@ def test_a_chinese_text_has_a_perplexity():
         scorer,
         [TextItem("我们今天去公园玩。"), TextItem("我们。"), TextItem("a b c d e f g")],
     )
-    assert numbers["skipped"].tolist() == ["", "under 8 words", "under 8 words"]
+    assert numbers["reason"].tolist() == ["", "under 8 words", "under 8 words"]
     assert "8+ words or graphemes" in scorer.version
     assert [
         _n_words(text) for text in ("「你好」 said he", "我们iPhone 15", "a  b", "很好 \n")
