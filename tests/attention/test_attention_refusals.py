@@ -114,7 +114,7 @@ CALLS = {
     **{
         f"{table.__name__} of some samples": (
             lambda table=table: table(made("tiny-gpt2").trace, made("tiny-gpt2").texts.iloc[2:]),
-            r"2 samples for a trace of 4; .*trace.isel\(sample",
+            r"2 texts for a trace of 4; .*trace.isel\(sample",
             TraceError,
         )
         for table in TABLES

@@ -283,15 +283,15 @@ CALLS = {
         f"a pipe as {name}": (lambda name=name: result_made(name), "damaged", RunError)
         for name in ("000.parquet", "000.nc", "000.json")
     },
-    **{f"JSON {text[:20]!r}": (lambda text=text: parse_json(text), message, ValueError) for text, message in JSON},
+    **{f"JSON {text[:9]!r} of {len(text)}": (lambda text=text: parse_json(text), message, ValueError) for text, message in JSON},
     **{
-        f"{file} {text[:20]!r}": (lambda text=text, file=file: settings_as(text, file), ".", DamagedError)
+        f"{file} {text[:9]!r} of {len(text)}": (lambda text=text, file=file: settings_as(text, file), ".", DamagedError)
         for text, _ in JSON
         for file in ("run.json", "cell.json")
     },
-    **{f"TOML {text[:20]!r}": (lambda text=text: parse_toml(text), message, ValueError) for text, message in TOML},
+    **{f"TOML {text[:9]!r} of {len(text)}": (lambda text=text: parse_toml(text), message, ValueError) for text, message in TOML},
     **{
-        f"{read.__name__} {text[:20]!r}": (
+        f"{read.__name__} {text[:9]!r} of {len(text)}": (
             lambda text=text, read=read: (Path("x.toml").write_text(text), read("x.toml")),
             message,
         )
