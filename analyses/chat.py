@@ -8,6 +8,8 @@
 #
 #     python analyses/chat.py                             # 2 chats, 96 tokens: about a minute
 #     python analyses/chat.py --chats 12 --length 1000    # does it hold over 1,000 tokens?
+#
+# With `--out`, texts.csv has the values of each part of each text, and chat.csv what they say.
 
 # %%
 import re
@@ -15,13 +17,13 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
-import torch
 
-from lapa2_interp import Augmentation, Layout, augmented, load_model
+from lapa2_interp import Layout, load_model
 from lapa2_interp._util.files import write_text
 from lapa2_interp._util.progress import progress_bar
 from lapa2_interp._util.table_formats import as_csv, interval_cells
 from lapa2_interp.bias.recipes import parse_recipes
+from lapa2_interp.circuits.span_effect import forced_logits, span_effect
 from lapa2_interp.generation.resolve import cell_of
 from lapa2_interp.methods.chat import chat_task
 from lapa2_interp.paper.scripts import ScriptOptions, whole_number
@@ -58,7 +60,7 @@ parser.add_argument(
     "--samples", type=whole_number(), default=2, help="continuations of each chat and arm"
 )
 parser.add_argument("--augmentation", default="lapa2", help="a recipe of `lapa2 recipes`")
-parser.add_argument("--out", type=Path, help="a CSV file for the table")
+parser.add_argument("--out", type=Path, help="a folder for chat.csv and texts.csv")
 options = parser.parse_args()
 
 # %%
@@ -88,33 +90,20 @@ for arm, rules in arms.items():
         model, method="chat", task=task, augmentation=rules or "none", trace="pooled", **settings
     )
     run = make_cells(model, [cell])
-    made[arm] = run.samples()["tokens"].tolist(), run.trace(cell.key)
-    print(f"--- {arm}\n{run.samples()['continuation'][0][:400]}")
+    made[arm] = run.texts()["tokens"].tolist(), run.trace(cell.key)
+    print(f"--- {arm}\n{run.texts()['continuation'][0][:400]}")
 
 # %% [markdown]
 # What the message does at each step, on the text that was written: the Jensen-Shannon divergence of
 # the next-token distributions with it and with it cut out of the view of every later query. And
 # what the text costs: its negative log-likelihood under the model that is not steered.
 
+
 # %%
-CUT = Augmentation(alpha=1, law="cut", phase="after_span")
-
-
-def predictions(layout, tokens, rules):
-    """Log-probabilities at every step, [step vocab]."""
-    ids = torch.tensor([[*layout.ids, *tokens[:-1]]])
-    with torch.no_grad(), augmented(model, [rules], layout):
-        return model(ids)[0, len(layout) - 1 :].log_softmax(-1)
-
-
 def read(layout, tokens, rules):
     """JS of each step, and the negative log-likelihood of its token, in nats."""
-    one = predictions(layout, tokens, rules)
-    cut = predictions(layout, tokens, (*rules, CUT))
-    middle = torch.logaddexp(one, cut) - np.log(2)
-    js = sum((log_probs.exp() * (log_probs - middle)).sum(-1) for log_probs in (one, cut)).div(2)
-    plain = predictions(layout, tokens, ()) if rules else one
-    return js.numpy(), -plain[range(len(tokens)), tokens].numpy()
+    plain = forced_logits(model, layout, tokens, ())[0].log_softmax(-1)
+    return span_effect(model, layout, tokens, rules), -plain[range(len(tokens)), tokens].numpy()
 
 
 def said(tokens, pattern):
@@ -143,16 +132,10 @@ with progress_bar(len(arms) * len(layouts) * options.samples, "reading", "text")
                         "words per 100 tokens": said([tokens[i] for i in part], patterns[chat]),
                     }
                     rows += [
-                        {
-                            "measure": measure,
-                            "arm": arm,
-                            "steps": name,
-                            "chat": chat,
-                            "value": value,
-                        }
+                        [measure, arm, name, chat, text % options.samples, value]
                         for measure, value in values.items()
                     ]
-table = pd.DataFrame(rows, columns=["measure", "arm", "steps", "chat", "value"])
+table = pd.DataFrame(rows, columns=["measure", "arm", "steps", "chat", "sample", "value"])
 
 # %% [markdown]
 # Means with 95 % intervals over chats, and what the steering adds at the end, chat by chat.
@@ -160,7 +143,7 @@ table = pd.DataFrame(rows, columns=["measure", "arm", "steps", "chat", "value"])
 
 # %%
 def interval(estimate):
-    return [round(number, 3) for number in (estimate.mean, estimate.low, estimate.high)]
+    return [estimate.mean, estimate.low, estimate.high]
 
 
 rows = []
@@ -177,7 +160,8 @@ shown = means.assign(words=interval_cells(means, ".3f")).pivot(
 )
 print(shown[steps].fillna("").to_string())
 if options.out:
-    write_text(options.out, as_csv(means))
+    write_text(options.out / "chat.csv", as_csv(means, 6))
+    write_text(options.out / "texts.csv", as_csv(table, 8))
 of_attention = table[table["measure"] == "attention"]["value"]
 assert np.isfinite(of_attention).all()
 assert (of_attention > 0).all()

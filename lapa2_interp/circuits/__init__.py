@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     )
     from lapa2_interp.circuits.pro_aug import PromptSlope, prompt_slope
     from lapa2_interp.circuits.selection import Selection, select, sufficient_tokens
+    from lapa2_interp.circuits.span_effect import span_effect
     from lapa2_interp.circuits.unit_table import UnitTable
     from lapa2_interp.circuits.units import Unit, make_units
 
@@ -68,6 +69,7 @@ __all__ = [
     "prefix_attention_by_head",
     "prompt_slope",
     "select",
+    "span_effect",
     "sufficient_tokens",
 ]
 __getattr__, __dir__ = lazy_names(__name__)

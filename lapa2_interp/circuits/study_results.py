@@ -17,6 +17,7 @@ from lapa2_interp.circuits.examples import RAW
 from lapa2_interp.circuits.gradients import Attribution, PrefilterRecall
 from lapa2_interp.circuits.knockout import JointCurve, KnockOut
 from lapa2_interp.circuits.logit_attribution import HeadLogitAttribution
+from lapa2_interp.circuits.placebo import Placebo
 from lapa2_interp.circuits.statistics import spearman
 from lapa2_interp.stats import FEW
 
@@ -46,6 +47,8 @@ class CircuitStudy:
         logit_attribution: Direct effects of heads; None without hooks or words.
         gradient: The gradient's estimates, and their agreement with exact effects; None without
             hooks, or in half precision.
+        placebo: Maps of the untrained model and with shuffled labels; None where none was asked
+            for.
     """
 
     contrast_set: ContrastSet
@@ -59,6 +62,7 @@ class CircuitStudy:
     prefix_attention: np.ndarray
     logit_attribution: HeadLogitAttribution | None
     gradient: tuple[Attribution, PrefilterRecall] | None
+    placebo: Placebo | None = None
 
     @property
     def heads(self) -> KnockOut:
@@ -101,7 +105,7 @@ class CircuitStudy:
             )
             return [nothing], []
         first, *others = _untested_heads(self) if n < FEW else _tested_heads(self)
-        return [control, first, *_joint_heads(self)], [*others, *_limits(self)]
+        return [control, first, *_joint_heads(self)], [*others, *_placebo(self), *_limits(self)]
 
     def summary(self) -> str:
         """`findings` as one text."""
@@ -181,6 +185,32 @@ def _joint_heads(study: CircuitStudy) -> list[str]:
         f" judged in the other) {shares['without']} of the {measure} is left{turned}; with"
         f" these alone {shares['only']}."
     ]
+
+
+def _placebo(study: CircuitStudy) -> list[str]:
+    """A sentence about the same map of nothing."""
+    if study.placebo is None:
+        return []
+    table = study.placebo.frame().set_index(["kind", "map"])
+    trained, untrained = (table.loc[kind, "head, js"] for kind in ("trained", "untrained"))
+
+    def passing(row: pd.Series) -> str:
+        return "" if np.isnan(row["named"]) else f", and {row['named']:.0f} pass the same test"
+
+    parts = [
+        f"In the untrained model the largest effect of a head is {untrained['largest']:.2g} nats"
+        f" (js; trained {trained['largest']:.2g}){passing(untrained)}."
+    ]
+    if "head, lex" in study.placebo.shuffled:
+        shuffled, of_lex = (
+            table.loc["labels shuffled", "head, lex"],
+            table.loc["trained", "head, lex"],
+        )
+        parts.append(
+            f"With shuffled labels it is {shuffled['largest']:.2g} nats (lex; trained"
+            f" {of_lex['largest']:.2g}){passing(shuffled)}."
+        )
+    return [" ".join(parts)]
 
 
 def _limits(study: CircuitStudy) -> list[str]:

@@ -66,8 +66,7 @@ def generate(
     from lapa2_interp._util.files import result_folder
     from lapa2_interp.methods.registry import find_class
     from lapa2_interp.models.machine import print_if_slow, resolve_dtype
-    from lapa2_interp.runs.generate import announcement
-    from lapa2_interp.runs.generate import generate as make
+    from lapa2_interp.runs import generate as in_memory
     from lapa2_interp.runs.run import is_finished_run, write_run
 
     fields = given_settings(settings)
@@ -82,11 +81,11 @@ def generate(
         augmentation.check(loaded)
         for note in dict.fromkeys(note for plan in plans for note in plan.merged):
             print(f"note: {note}", file=sys.stderr)
-        print(announcement(loaded, plans), file=sys.stderr)
+        print(in_memory.announcement(loaded, plans), file=sys.stderr)
 
     with result_folder(out, force, is_finished_run) as folder:
         print_if_slow(resolve_dtype(fields.get("dtype", "auto"), device), device)
-        run = make(
+        run = in_memory.generate(
             **fields,
             device=device,
             trust_remote_code=trust_remote_code,
@@ -98,7 +97,7 @@ def generate(
         write_run(folder, run)
     if run.problems:
         raise Lapa2Error(f"{run.problems[0]} in {out}")
-    texts = run.samples()["text"]
+    texts = run.texts()["text"]
     for text in texts.head(3):
         print(f"---\n{text}")
     print(

@@ -64,6 +64,7 @@ from lapa2_interp.models.smollm2 import (
     smollm2_folder,
 )
 from lapa2_interp.models.tiny import TINY, tiny_config, tiny_tokenizer
+from lapa2_interp.models.untrained import SEED, UNTRAINED, untrained
 from lapa2_interp.models.weights import (
     ADAPTER,
     adapter_error,
@@ -110,7 +111,8 @@ def load_model(
 
     Args:
         name: "smollm2-135m", "tiny-gpt2", "tiny-llama", "tiny-neox", "planted" (`models.planted`),
-            a Hugging Face hub id, or a local folder (also as a Path).
+            a Hugging Face hub id, or a local folder (also as a Path); "random:NAME" is the same
+            model untrained.
         dtype: "float32", "bfloat16", "float16" or "float64"; or "auto": bfloat16 where the device
             computes faster in it than in float32, else float32 (`models.machine.faster_dtype`).
             Texts differ between dtypes.
@@ -320,8 +322,11 @@ def load_transformers(
     import torch
     from transformers import AutoModelForCausalLM
 
-    # Planted and tiny models are made here.
+    # Planted, tiny and untrained models are made here.
     name, dtype = expand_name(name), resolve_dtype(dtype)
+    if (trained := name.removeprefix(UNTRAINED)) != name:
+        network, tokenizer, _ = load_transformers(trained, dtype, trust_remote_code)
+        return untrained(network), tokenizer, f"random, seed {SEED}"
     tokenizer = load_tokenizer(name, trust_remote_code)
     if is_planted(name):
         network = planted_network(name).to(getattr(torch, dtype))
@@ -367,7 +372,7 @@ def load_tokenizer(name: str | Path, trust_remote_code: bool = False) -> PreTrai
     """
     from transformers import AutoTokenizer
 
-    name = expand_name(name)
+    name = expand_name(name).removeprefix(UNTRAINED)
     if is_planted(name):
         return planted_tokenizer(name)
     if name in TINY:
@@ -409,7 +414,7 @@ def expand_name(name: str | Path) -> str:
 
 def model_source(name: str) -> str | Path:
     """The folder or hub id from which transformers loads a model."""
-    if name == SMOLLM2:
+    if (name := name.removeprefix(UNTRAINED)) == SMOLLM2:
         return smollm2_folder()
     path = Path(name)
     if path.is_dir() and name:
