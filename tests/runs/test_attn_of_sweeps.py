@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from lapa2_interp._util.errors import ModelError
-from lapa2_interp.runs.launch import launch
 from lapa2_interp.runs.run import load_run
 from lapa2_interp.runs.store import read_batch
+from lapa2_interp.runs.sweep import sweep
 from lapa2_interp.runs.worker import Worker
 
 GRID = """
@@ -31,8 +31,8 @@ def grid(tmp_path):
     return str(tmp_path / "one.toml")
 
 
-def sweep(grid, run, notes, **settings):
-    return launch(grid, run, device="cpu", notify=notes.append, **settings)
+def sweep_on_cpu(grid, run, notes, **settings):
+    return sweep(grid, run, device="cpu", notify=notes.append, **settings)
 
 
 def stopped_after(batches, monkeypatch, sweep_once):
@@ -56,7 +56,7 @@ def texts_and_traces(run):
     for key, cell in run.by_key.items():
         for number in range(2):
             batch = read_batch(run.place(key), number, cell)
-            tokens = [list(ids) for ids in batch.samples["tokens"]]
+            tokens = [list(ids) for ids in batch.texts["tokens"]]
             trace = batch.trace["prefix"].values.tobytes()
             facts[key, number] = batch.record.model.attn, tokens, trace
     return facts
@@ -65,9 +65,9 @@ def texts_and_traces(run):
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_resumed_sweep_without_the_matrix_has_the_same_bits(grid, tmp_path, monkeypatch, workers):
     notes, fused = [], {"attn": "fused", "workers": 1}
-    sweep(grid, tmp_path / "one", notes, **fused)
-    stopped_after(1, monkeypatch, lambda: sweep(grid, tmp_path / "two", notes, **fused))
-    sweep(grid, tmp_path / "two", notes, attn="fused", workers=workers)
+    sweep_on_cpu(grid, tmp_path / "one", notes, **fused)
+    stopped_after(1, monkeypatch, lambda: sweep_on_cpu(grid, tmp_path / "two", notes, **fused))
+    sweep_on_cpu(grid, tmp_path / "two", notes, attn="fused", workers=workers)
     assert not [note for note in notes if "made again" in note]
     one, two = (texts_and_traces(load_run(tmp_path / name)) for name in ("one", "two"))
     assert one == two
@@ -76,11 +76,11 @@ def test_a_resumed_sweep_without_the_matrix_has_the_same_bits(grid, tmp_path, mo
 
 def test_keys_do_not_have_it_and_a_cell_is_of_one_kind(grid, tmp_path, monkeypatch):
     notes = []
-    sweep(grid, tmp_path / "auto", notes, workers=1)
+    sweep_on_cpu(grid, tmp_path / "auto", notes, workers=1)
     auto = texts_and_traces(load_run(tmp_path / "auto"))
     assert {attn for attn, *_ in auto.values()} == {"matrix"}, "its prompts are short"
-    stopped_after(1, monkeypatch, lambda: sweep(grid, tmp_path / "two", notes, workers=1))
-    sweep(grid, tmp_path / "two", notes, workers=1, attn="fused")
+    stopped_after(1, monkeypatch, lambda: sweep_on_cpu(grid, tmp_path / "two", notes, workers=1))
+    sweep_on_cpu(grid, tmp_path / "two", notes, workers=1, attn="fused")
     assert any("1 finished batch made again; attn was matrix and is fused" in n for n in notes)
     run = load_run(tmp_path / "two")
     fused = texts_and_traces(run)
@@ -94,5 +94,5 @@ def test_keys_do_not_have_it_and_a_cell_is_of_one_kind(grid, tmp_path, monkeypat
 def test_hooks_form_the_matrix(tmp_path):
     (tmp_path / "one.toml").write_text(GRID.replace("TransformersModel", "TransformerBridge"))
     with pytest.raises(ModelError, match="TransformerBridge has hooks on the matrix"):
-        launch(str(tmp_path / "one.toml"), tmp_path / "run", device="cpu", attn="fused")
+        sweep(str(tmp_path / "one.toml"), tmp_path / "run", device="cpu", attn="fused")
     assert not (tmp_path / "run").exists()
