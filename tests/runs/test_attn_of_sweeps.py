@@ -31,7 +31,7 @@ def grid(tmp_path):
     return str(tmp_path / "one.toml")
 
 
-def swept(grid, run, notes, **settings):
+def sweep_on_cpu(grid, run, notes, **settings):
     return sweep(grid, run, device="cpu", notify=notes.append, **settings)
 
 
@@ -56,7 +56,7 @@ def texts_and_traces(run):
     for key, cell in run.by_key.items():
         for number in range(2):
             batch = read_batch(run.place(key), number, cell)
-            tokens = [list(ids) for ids in batch.samples["tokens"]]
+            tokens = [list(ids) for ids in batch.texts["tokens"]]
             trace = batch.trace["prefix"].values.tobytes()
             facts[key, number] = batch.record.model.attn, tokens, trace
     return facts
@@ -65,9 +65,9 @@ def texts_and_traces(run):
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_resumed_sweep_without_the_matrix_has_the_same_bits(grid, tmp_path, monkeypatch, workers):
     notes, fused = [], {"attn": "fused", "workers": 1}
-    swept(grid, tmp_path / "one", notes, **fused)
-    stopped_after(1, monkeypatch, lambda: swept(grid, tmp_path / "two", notes, **fused))
-    swept(grid, tmp_path / "two", notes, attn="fused", workers=workers)
+    sweep_on_cpu(grid, tmp_path / "one", notes, **fused)
+    stopped_after(1, monkeypatch, lambda: sweep_on_cpu(grid, tmp_path / "two", notes, **fused))
+    sweep_on_cpu(grid, tmp_path / "two", notes, attn="fused", workers=workers)
     assert not [note for note in notes if "made again" in note]
     one, two = (texts_and_traces(load_run(tmp_path / name)) for name in ("one", "two"))
     assert one == two
@@ -76,11 +76,11 @@ def test_a_resumed_sweep_without_the_matrix_has_the_same_bits(grid, tmp_path, mo
 
 def test_keys_do_not_have_it_and_a_cell_is_of_one_kind(grid, tmp_path, monkeypatch):
     notes = []
-    swept(grid, tmp_path / "auto", notes, workers=1)
+    sweep_on_cpu(grid, tmp_path / "auto", notes, workers=1)
     auto = texts_and_traces(load_run(tmp_path / "auto"))
     assert {attn for attn, *_ in auto.values()} == {"matrix"}, "its prompts are short"
-    stopped_after(1, monkeypatch, lambda: swept(grid, tmp_path / "two", notes, workers=1))
-    swept(grid, tmp_path / "two", notes, workers=1, attn="fused")
+    stopped_after(1, monkeypatch, lambda: sweep_on_cpu(grid, tmp_path / "two", notes, workers=1))
+    sweep_on_cpu(grid, tmp_path / "two", notes, workers=1, attn="fused")
     assert any("1 finished batch made again; attn was matrix and is fused" in n for n in notes)
     run = load_run(tmp_path / "two")
     fused = texts_and_traces(run)
