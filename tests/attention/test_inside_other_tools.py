@@ -32,7 +32,9 @@ def test_generate_on_a_chat(chats):
     with augmented(network, FREE, find=SAID, tokenizer=tokenizer):
         made = network.generate(**inputs, **GREEDY)
     assert made[0, inputs["input_ids"].shape[1] :].tolist() == by_hand
-    assert network.generate(**inputs, **GREEDY)[0, inputs["input_ids"].shape[1] :].tolist() != by_hand
+    assert (
+        network.generate(**inputs, **GREEDY)[0, inputs["input_ids"].shape[1] :].tolist() != by_hand
+    )
 
 
 def test_a_pipeline(chats):
@@ -51,7 +53,9 @@ def test_a_trainers_loop():
     sides, without a cache and with a gradient: the policy that drew is the policy that learns."""
     model = load("tiny-llama", "float64", "TransformersModel")
     network, tokenizer = model.original_model, model.tokenizer
-    layouts = [Layout.of(tokenizer, SAID, text) for text in (" The lake", " One small boat went far")]
+    layouts = [
+        Layout.of(tokenizer, SAID, text) for text in (" The lake", " One small boat went far")
+    ]
     rows, length, copies = PaddedRows.of(layouts), 6, 2
     torch.manual_seed(0)
     with augmented(network, FREE, find=SAID, tokenizer=tokenizer):
@@ -65,7 +69,9 @@ def test_a_trainers_loop():
             [rows.mask.repeat_interleave(copies, 0), torch.ones(len(ids), length).long()], 1
         )
         mask[0, -2:] = 0  # a completion that ended early
-        logits = network(ids, attention_mask=mask, use_cache=False, logits_to_keep=length + 1).logits
+        logits = network(
+            ids, attention_mask=mask, use_cache=False, logits_to_keep=length + 1
+        ).logits
         new, kept = ids[:, width:, None], mask[:, width:]
         log_p = logits[:, :-1].log_softmax(2).gather(2, new)[..., 0] * kept
         reward = torch.tensor([1.0, -1.0, -1.0, 1.0], dtype=torch.float64)

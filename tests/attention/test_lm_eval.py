@@ -13,7 +13,10 @@ from lapa2_interp import Augmentation, Layout, augmented
 
 SAID = "You are a sailor."
 FREE, RULE = Augmentation(alpha=1), Augmentation(alpha=1, phase="after_span")
-QUESTIONS = {"The lake is": [" blue", " a long way from here"], "At night the ship": [" sails", " waits"]}
+QUESTIONS = {
+    "The lake is": [" blue", " a long way from here"],
+    "At night the ship": [" sails", " waits"],
+}
 CHOICES = """
 task: sailor_choices
 dataset_path: json

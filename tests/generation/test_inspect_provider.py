@@ -6,13 +6,17 @@ import pytest
 from conftest import load
 from inspect_ai import Task, eval
 from inspect_ai.dataset import Sample
-from inspect_ai.model import ChatMessageSystem, ChatMessageUser
+from inspect_ai.model import ChatMessageSystem, ChatMessageUser, get_model
 from inspect_ai.solver import generate
 
 from lapa2_interp import Augmentation, Layout, augmented
+from lapa2_interp._util.errors import AugmentationError
 
 TASK = Path(__file__).parents[2] / "analyses" / "inspect" / "who_speaks.py"
-CHAT = [{"role": "system", "content": "You are a sailor."}, {"role": "user", "content": "Who are you?"}]
+CHAT = [
+    {"role": "system", "content": "You are a sailor."},
+    {"role": "user", "content": "Who are you?"},
+]
 SETTINGS = {"max_tokens": 6, "temperature": 0, "display": "none"}
 
 
@@ -35,9 +39,14 @@ def test_two_samples_of_our_task(tmp_path):
     assert 0 <= log.results.scores[0].metrics["mean"].value <= 1
 
 
-@pytest.mark.parametrize("arguments", [{"alpha": 2.0}, {"augmentation": "lapa2:alpha=2"}, {"alpha": 0.0}])
+@pytest.mark.parametrize(
+    "arguments", [{"alpha": 2.0}, {"augmentation": "lapa2:alpha=2"}, {"alpha": 0.0}]
+)
 def test_an_answer_is_that_of_the_layout_by_hand(arguments, tmp_path):
-    messages = [ChatMessageSystem(content=CHAT[0]["content"]), ChatMessageUser(content=CHAT[1]["content"])]
+    messages = [
+        ChatMessageSystem(content=CHAT[0]["content"]),
+        ChatMessageUser(content=CHAT[1]["content"]),
+    ]
     log = evaluated(Task([Sample(messages)], solver=generate()), tmp_path, **arguments)
     model = load("smollm2-135m", "float32", "TransformersModel")
     layout = Layout.of_chat(model, CHAT)
@@ -51,17 +60,18 @@ def test_an_answer_is_that_of_the_layout_by_hand(arguments, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "settings", "message"),
     [
-        ({"alpha": 1.0, "augmentation": "instaboost"}, {}, "give one of the two"),
         ({}, {"num_choices": 2}, "found num_choices=2"),
         ({"span": "turn:9"}, {}, "there is no turn 9"),
     ],
 )
-def test_what_it_refuses(arguments, settings, message, tmp_path):
+def test_what_it_refuses_is_the_error_of_the_run(arguments, settings, message, tmp_path):
     task = Task([Sample([ChatMessageUser(content="Hello")])], solver=generate())
-    try:
-        log = evaluated(task, tmp_path, settings=SETTINGS | settings, **arguments)
-    except Exception as error:
-        assert message in str(error)
-    else:
-        assert log.status == "error"
-        assert message in log.error.message
+    log = evaluated(task, tmp_path, settings=SETTINGS | settings, **arguments)
+    assert log.status == "error"
+    assert message in log.error.message
+
+
+def test_two_strengths_are_refused():
+    arguments = {"alpha": 1.0, "augmentation": "instaboost"}
+    with pytest.raises(AugmentationError, match="found alpha 1 beside augmentation 'instaboost'"):
+        get_model("lapa2/smollm2-135m", **arguments)
