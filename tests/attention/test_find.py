@@ -87,9 +87,9 @@ def test_generated_texts_are_those_of_layouts_by_hand(settings, rule, free):
     if "num_beams" not in settings:
         settings["eos_token_id"] = []
 
-    def texts(*given, **find):
+    def texts(*arguments, **find):
         torch.manual_seed(0)
-        with augmented(network, *given, **find):
+        with augmented(network, *arguments, **find):
             return network.generate(rows.ids, **settings)
 
     by_hand, there = texts(rule, rows.layouts), texts(free, find=SAID, **asked)
@@ -124,8 +124,8 @@ def test_rows_padded_after_their_texts_are_the_rows_alone(masked):
 
 def test_rows_without_the_span_are_left_alone_and_counted():
     network, asked, (layout, _) = loaded()
-    other = (0, *range(40, 40 + len(layout) - 1))
-    ids = torch.tensor([layout.ids, other])
+    without = (0, *range(40, 40 + len(layout) - 1))
+    ids = torch.tensor([layout.ids, without])
     with augmented(network, FREE, find=SAID, absent="leave", **asked) as finder:
         both = logits(network, ids)
         assert (finder.rows, finder.left) == (2, 1)
@@ -200,9 +200,9 @@ def test_a_span_that_merges_with_what_follows():
 def test_gradients_flow_as_with_layouts():
     network, asked, (layout, _) = loaded()
 
-    def slope(*given, **find):
+    def slope(*arguments, **find):
         network.zero_grad()
-        with augmented(network, *given, **find):
+        with augmented(network, *arguments, **find):
             network(layout.tensor, use_cache=False).logits[0, -1].logsumexp(0).backward()
         return network.get_input_embeddings().weight.grad.clone()
 

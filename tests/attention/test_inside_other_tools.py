@@ -72,16 +72,16 @@ def test_a_trainers_loop():
         logits = network(
             ids, attention_mask=mask, use_cache=False, logits_to_keep=length + 1
         ).logits
-        new, kept = ids[:, width:, None], mask[:, width:]
-        log_p = logits[:, :-1].log_softmax(2).gather(2, new)[..., 0] * kept
+        new, live = ids[:, width:, None], mask[:, width:]
+        log_p = logits[:, :-1].log_softmax(2).gather(2, new)[..., 0] * live
         reward = torch.tensor([1.0, -1.0, -1.0, 1.0], dtype=torch.float64)
-        (-(reward[:, None] * log_p).sum() / kept.sum()).backward()
-    sampled = torch.stack(drawn.logits, 1).double().log_softmax(2).gather(2, new)[..., 0] * kept
+        (-(reward[:, None] * log_p).sum() / live.sum()).backward()
+    sampled = torch.stack(drawn.logits, 1).double().log_softmax(2).gather(2, new)[..., 0] * live
     torch.testing.assert_close(log_p.detach(), sampled, rtol=0, atol=1e-6)  # generate's are float32
     by_hand = [layout for layout in rows.layouts for _ in range(copies)]
     with torch.no_grad(), augmented(network, RULE, by_hand):
         wanted = network(ids, attention_mask=mask).logits[:, width - 1 : -1].log_softmax(2)
-    there = wanted.gather(2, new)[..., 0] * kept
+    there = wanted.gather(2, new)[..., 0] * live
     torch.testing.assert_close(log_p.detach()[1:], there[1:], rtol=0, atol=1e-10)
     slope = network.get_input_embeddings().weight.grad
     assert bool(slope.isfinite().all())
