@@ -55,10 +55,10 @@ def chat_fade(model: Model, run: Run) -> pd.DataFrame:
     tables = []
     for key, cell in run.by_key.items():
         if cell.branches[0].chat is None or cell.keeps_turns:
-            found = f"method {cell.method!r}" if cell.method != "chat" else "keep_turns"
+            method = f"method {cell.method!r}" if cell.method != "chat" else "keep_turns"
             raise MethodError(
                 "the fade of a chat is read from runs of method 'chat' without keep_turns, found"
-                f" {found}; generate it with method='chat'"
+                f" {method}; generate it with method='chat'"
             )
         check_weights(run.manifest(key), model)
         samples, trace = run.samples(key), run.trace(key)

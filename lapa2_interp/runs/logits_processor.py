@@ -34,7 +34,8 @@ class MethodProcessor(LogitsProcessor):
         >>> model = load_model("tiny-llama", model_class="TransformersModel")
         >>> steered = MethodProcessor(model, "The lake", method="preadd", attribute="positive")
         >>> ids = model.tokenizer("The lake", return_tensors="pt").input_ids
-        >>> model.network.generate(ids, logits_processor=[steered], max_new_tokens=4).shape[0]
+        >>> network = model.original_model
+        >>> network.generate(ids, logits_processor=[steered], max_new_tokens=4).shape[0]
         1
 
     Args:

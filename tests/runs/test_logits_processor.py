@@ -15,13 +15,18 @@ SETTINGS = {"attribute": "positive", "length": 20}
 @pytest.fixture(scope="module")
 def model():
     loaded = load("tiny-llama", "float64", "TransformersModel")
-    loaded.network.generation_config.eos_token_id = None
-    return loaded
+    settings = loaded.original_model.generation_config
+    end = settings.eos_token_id
+    settings.eos_token_id = None
+    yield loaded
+    settings.eos_token_id = end
 
 
 def texts(model, processor, **settings):
     ids = model.tokenizer(PROMPT, return_tensors="pt").input_ids
-    made = model.network.generate(ids, logits_processor=[processor], max_new_tokens=12, **settings)
+    made = model.original_model.generate(
+        ids, logits_processor=[processor], max_new_tokens=12, **settings
+    )
     return made[:, ids.shape[1] :].tolist()
 
 
