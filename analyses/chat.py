@@ -90,8 +90,8 @@ for arm, rules in arms.items():
         model, method="chat", task=task, augmentation=rules or "none", trace="pooled", **settings
     )
     run = make_cells(model, [cell])
-    made[arm] = run.samples()["tokens"].tolist(), run.trace(cell.key)
-    print(f"--- {arm}\n{run.samples()['continuation'][0][:400]}")
+    made[arm] = run.texts()["tokens"].tolist(), run.trace(cell.key)
+    print(f"--- {arm}\n{run.texts()['continuation'][0][:400]}")
 
 # %% [markdown]
 # What the message does at each step, on the text that was written: the Jensen-Shannon divergence of

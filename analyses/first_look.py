@@ -50,7 +50,7 @@ task = chat_task(
 )
 length = min(64, model.cfg.n_ctx // 32)
 chats = generate(model, method="chat", task=task, alpha=[0, 0.5], length=length, eos="stop")
-for _, answer in chats.samples().query("turn in (1, 5)").iterrows():
+for _, answer in chats.texts().query("turn in (1, 5)").iterrows():
     print(f"{answer['arm']}, turn {answer['turn']}: {answer['continuation']!r}\n")
 
 # %% [markdown]
@@ -144,7 +144,7 @@ runs = {
     for arm, alpha in {"plain": 0.0, "alpha 1": 1.0}.items()
 }
 for arm, run in runs.items():
-    print(f"{arm}: {run.samples()['text'][0]!r}\n")
+    print(f"{arm}: {run.texts()['text'][0]!r}\n")
 
 # %% [markdown]
 # ## One head

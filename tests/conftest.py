@@ -251,9 +251,9 @@ def decode_plan(model, plan):
     from lapa2_interp.generation.plan import DecodedBatch
 
     batches = [decode_batch(model, plan, pairs) for pairs in plan.batches]
-    samples = pd.concat([batch.samples for batch in batches], ignore_index=True)
+    texts = pd.concat([batch.texts for batch in batches], ignore_index=True)
     traces = [batch.trace for batch in batches if batch.trace is not None]
-    return DecodedBatch(samples, join_traces(traces, samples) if traces else None)
+    return DecodedBatch(texts, join_traces(traces, texts) if traces else None)
 
 
 def plan(
@@ -301,7 +301,7 @@ def change_texts(folder, change):
     for cell_folder in (folder / "cells").iterdir():
         for number in batch_numbers(cell_folder):
             made = read_batch(cell_folder, number, read_cell(cell_folder, cell_folder.name))
-            write_batch(cell_folder, number, replace(made, samples=change(made.samples)))
+            write_batch(cell_folder, number, replace(made, texts=change(made.texts)))
 
 
 def real_once(cases, length):
@@ -382,7 +382,7 @@ def data():
 PRELOAD = [
     "pytest", "beartype", "pyarrow.parquet", "h5netcdf", "xarray", "transformer_lens", "transformers.models.gpt2.modeling_gpt2",
     "lapa2_interp.models.liveness", "lapa2_interp.cli.app", "lapa2_interp.generation.loop", "lapa2_interp.runs.checks",
-    "lapa2_interp.runs.sweep",
+    "lapa2_interp.runs.fill",
 ]  # fmt: skip
 
 

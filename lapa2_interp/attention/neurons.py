@@ -27,6 +27,7 @@ from lapa2_interp._util.files import atomic_write, writing_cache
 from lapa2_interp._util.progress import progress_bar
 from lapa2_interp._util.unpacking import check_archive
 from lapa2_interp.models.card import Model
+from lapa2_interp.models.hook_names import HOOK_NEURONS
 
 PROBE_VALUE = 50.0
 """The value at which a neuron is held to measure its effect on the next token."""
@@ -40,7 +41,7 @@ def is_gated(model: Model) -> bool:
 
 def neuron_hook_name(model: Model, layer: int, at: Literal["pre", "post"] = "pre") -> str:
     """The name of the hook point where a layer's neurons are set."""
-    return f"blocks.{layer}.mlp.hook_{'post' if is_gated(model) else at}"
+    return HOOK_NEURONS["post" if is_gated(model) else at].format(layer)
 
 
 @contextmanager

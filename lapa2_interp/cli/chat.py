@@ -112,7 +112,7 @@ def chat(
         **sampling,
     )
     run = make_cells(loaded, [cell])
-    made = run.samples()
+    made = run.texts()
     trace = run.trace(cell.key)
     assert trace is not None
     by_sample = select_layer_type(trace, "prefix")[0]

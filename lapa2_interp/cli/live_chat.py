@@ -128,7 +128,7 @@ class LiveChat:
             **self.sampling,
         )
         run = make_cells(self.model, [cell])
-        continuation = str(run.samples()["continuation"].iloc[0])
+        continuation = str(run.texts()["continuation"].iloc[0])
         fade = chat_fade(self.model, run).iloc[0]
         self.messages = [*asked, {"role": "assistant", "content": continuation}]
         self.turn += 1

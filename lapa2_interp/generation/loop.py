@@ -6,7 +6,7 @@ For a batch of samples:
 
 1. every branch reads every prompt once (rows: branch x prompt, left-padded);
 2. each prompt's logits, keys and values are expanded to its samples (rows: branch x sample; keys
-   and values by `attention.static_rows.continued`);
+   and values by `attention.continued_rows`);
 3. per step: the method combines the branches' log-probabilities, the sampler draws one token per
    sample, the token is appended to all branches of that sample.
 
@@ -29,9 +29,9 @@ from tqdm import tqdm
 from lapa2_interp._util.errors import ModelError, parameter
 from lapa2_interp._util.progress import hidden_bar
 from lapa2_interp.attention.cache import Rows, new_rows, prompt_log_likelihood
+from lapa2_interp.attention.continued_rows import continued_rows
 from lapa2_interp.attention.hooked import augmented
 from lapa2_interp.attention.recorder import Recorder
-from lapa2_interp.attention.static_rows import continued
 from lapa2_interp.attention.trace import join_traces
 from lapa2_interp.bias.tokens import decode_continuation
 from lapa2_interp.generation.banned_words import BannedWords
@@ -110,7 +110,7 @@ def _decode(
     if rows is None:
         rows = new_rows(model, plan.rules)
     drawn = list(_decode_steps(model, plan, batch, ending, recorder, rows, bar))
-    table = _samples_table(model, plan, batch, torch.stack(drawn, dim=1), ending)  # sample step
+    table = _text_table(model, plan, batch, torch.stack(drawn, dim=1), ending)  # sample step
     if recorder is None:
         return DecodedBatch(table, None)
     trace = recorder.dataset(batch.sample_layouts, plan.branches, ending.n_tokens)
@@ -145,7 +145,7 @@ def _decode_steps(
     state: Any = method.begin(
         batch_start(batch, branches, prompt_logits if method.reads_prompt else None)
     )
-    # Step 2: prompts are expanded to samples; their keys and values when `continued` opens.
+    # Step 2: prompts are expanded to samples; their keys and values when `continued_rows` opens.
     logits = prompt_logits[expansion, -1]  # row vocab; from here on row = branch x sample
     del prompt_logits
 
@@ -167,7 +167,7 @@ def _decode_steps(
     if recorder is not None:
         recorder.begin(batch.sample_layouts)
     # `rows.expand` and `augmented`; on a GPU that replays its steps, a graph that does both.
-    with continued(
+    with continued_rows(
         model,
         rows,
         expansion.to(logits.device),
@@ -203,7 +203,7 @@ def _decode_steps(
 def mask_main_branch(log_probs: LogProbs, mask: Callable[[Tensor], Tensor]) -> LogProbs:
     """All branches; in the base branch (or the only one) tokens that are never drawn have -inf.
 
-    A method that keeps the likeliest tokens must not fill up with them.
+    A method that keeps the likeliest tokens must not fill up with tokens that are never drawn.
     """
     main = next(iter(log_probs)) if len(log_probs) == 1 else "base"
     if main not in log_probs:
@@ -215,7 +215,7 @@ def check_numbers(model: Model, logits: Float[Tensor, "row vocab"], step: int) -
     """Refuse a model whose logits are no numbers.
 
     Raises:
-        ModelError: They are NaN.
+        ModelError: A logit is NaN.
     """
     if logits.isnan().any():
         card = model_card(model)
@@ -259,10 +259,10 @@ def log_probs_by_branch(
     return dict(zip(branches, wide.log_softmax(dim=1).chunk(len(branches)), strict=True))
 
 
-def _samples_table(
+def _text_table(
     model: Model, plan: BatchPlan, batch: Batch, tokens: Int[Tensor, "sample step"], ending: Ending
 ) -> pd.DataFrame:
-    """`DecodedBatch.samples`: one row per sample."""
+    """`DecodedBatch.texts`: one row per sample."""
     texts = []
     for i, (prompt, sample) in enumerate(batch.pairs):
         new_ids = tokens[i, : ending.n_tokens[i]].tolist()

@@ -89,7 +89,7 @@ def decode_turns(
             "message": [_message(chat, turn) for chat in chats],
             "context": [list(layout.ids) for layout in layouts],
         }
-        tables.append(decoded.samples.assign(**columns))
+        tables.append(decoded.texts.assign(**columns))
         if decoded.trace is not None:
             traces.append(decoded.trace)
     by_chat = np.arange(len(tables) * len(pairs)).reshape(len(tables), -1).T.ravel()

@@ -171,17 +171,18 @@ class Method(ABC):
     """A decoding method.
 
     Attributes:
-        name: Its name on the command line.
-        paper_name: Its name in the paper's tables.
-        display_name: Its name in lists and figures, of any model; by default the paper's.
-        equation: The formula by which it combines its branches.
-        alpha: The paper's strength of LaPA2 for it (section 5.1).
+        name: The method's name on the command line.
+        paper_name: The method's name in the paper's tables.
+        display_name: The method's name in lists and figures, of any model; by default the paper's.
+        equation: The formula that combines the branches.
+        alpha: The paper's strength of LaPA2 for the method (section 5.1).
         pro_aug: True if LaPA2 also acts on the prompt of the base branch (Contextual Anchor
             Reinforcement, Eq. 15).
-        text_names: The texts it reads from a task file; None if it accepts any.
+        text_names: The texts that the method reads from a task file; None for any texts.
         files: Parameters that name files whose contents decide its texts.
         when_empty: The reason why no token may have positive weight, and what to change.
-        in_paper: True if the LaPA2 paper runs it; for others `alpha` and `paper_name` are ours.
+        in_paper: True if the LaPA2 paper runs the method; of others `alpha` and `paper_name` are
+            ours.
         reads_prompt: True if `begin` needs the prompt's log-likelihood under every branch.
     """
 
@@ -237,7 +238,7 @@ class Method(ABC):
 
     @property
     def prepares(self) -> bool:
-        """True if it has a `prepare` of its own."""
+        """True if the class has a `prepare` of its own."""
         return type(self).prepare is not Method.prepare
 
     def deciding_files(self) -> dict[str, Path]:

@@ -53,7 +53,7 @@ from lapa2_interp.methods.spa import Spa
 from lapa2_interp.tasks.task import MethodSettings, Task, read_task
 
 HIDDEN = Augmentation(alpha=1, law="cut", phase="after_span")
-"""It hides the prefix from every query after it."""
+"""The method hides the prefix from every query after the prefix."""
 
 
 def known_methods() -> dict[str, type[Method]]:

@@ -61,16 +61,16 @@ def chat_fade(model: Model, run: Run) -> pd.DataFrame:
                 f" {method}; generate it with method='chat'"
             )
         check_weights(run.manifest(key), model)
-        samples, trace = run.samples(key), run.trace(key)
-        attention = np.full(len(samples), np.nan)
+        texts, trace = run.texts(key), run.trace(key)
+        attention = np.full(len(texts), np.nan)
         if trace is not None:
             # The steps of answers that ended early are NaN.
             masses = np.ma.masked_invalid(pooled(trace, "prefix")[0])
             attention = masses.mean(axis=1).filled(np.nan)
-        if "turn" not in samples:
-            samples["turn"] = 1
+        if "turn" not in texts:
+            texts["turn"] = 1
         rows = []
-        for _, chat in samples.groupby(["prompt", "sample"], sort=False):
+        for _, chat in texts.groupby(["prompt", "sample"], sort=False):
             form = cell.branches[0].chat.filled(prompt=str(chat["prompt"].iloc[0]))
             answers = chat["continuation"].tolist()
             for turn, (row, tokens) in enumerate(chat["tokens"].items()):
@@ -80,5 +80,5 @@ def chat_fade(model: Model, run: Run) -> pd.DataFrame:
                     effect = span_effect(model, layout, tokens, cell.augmentation).mean()
                 rows.append((row, len(layout), attention[row], effect))
         frame = pd.DataFrame(rows, columns=["row", "keys", "attention", "effect"]).set_index("row")
-        tables.append(samples[["cell", "arm", "prompt", "sample", "turn"]].join(frame))
+        tables.append(texts[["cell", "arm", "prompt", "sample", "turn"]].join(frame))
     return pd.concat(tables, ignore_index=True)

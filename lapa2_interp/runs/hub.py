@@ -1,9 +1,11 @@
 """A run as a data set of the Hugging Face hub: texts, scores, manifests, and a card.
 
-README.md         the card
-samples.parquet   one row per text, with the columns of its cell
-scores.parquet    one row per text and metric, where there are scores
-manifests.json    what decided each cell, by its key
+Its files:
+
+    README.md         the card
+    texts.parquet     one row per text, with the columns of its cell
+    scores.parquet    one row per text and metric, where there are scores
+    manifests.json    what decided each cell, by its key
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from lapa2_interp.runs.store import ID_COLUMNS, write_parquet
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
 
-SAMPLES, SCORES, MANIFESTS = "samples.parquet", "scores.parquet", "manifests.json"
+TEXTS, SCORES, MANIFESTS = "texts.parquet", "scores.parquet", "manifests.json"
 CARD = "README.md"
 
 
@@ -36,12 +38,12 @@ class DataSet:
     """Texts, their scores and manifests, and where they are written.
 
     Attributes:
-        samples: As `Run.samples`.
+        texts: As `Run.texts`.
         manifests: By cell.
         scores: One row per text and metric; None where there are none.
     """
 
-    samples: pd.DataFrame
+    texts: pd.DataFrame
     manifests: Mapping[str, Manifest]
     scores: pd.DataFrame | None = None
 
@@ -59,7 +61,7 @@ class DataSet:
             RunError: As `files.result_folder`.
         """
         with result_folder(Path(folder)) as fresh:
-            write_parquet(self.samples, fresh / SAMPLES)
+            write_parquet(self.texts, fresh / TEXTS)
             if self.scores is not None:
                 rows = self.scores.drop(columns=[*ID_COLUMNS], errors="ignore")
                 write_parquet(rows, fresh / SCORES)
@@ -106,17 +108,17 @@ class DataSet:
 
     def _card(self) -> str:
         """The card: what is read by the hub in front, then words and a table of the cells."""
-        files = {"samples": SAMPLES, **({} if self.scores is None else {"scores": SCORES})}
+        files = {"texts": TEXTS, **({} if self.scores is None else {"scores": SCORES})}
         configs = "".join(
             f"- config_name: {name}\n  data_files: {file}\n" for name, file in files.items()
         )
         manifest = next(iter(self.manifests.values()))
-        title = f"Texts of {', '.join(dict.fromkeys(self.samples['model']))}"
+        title = f"Texts of {', '.join(dict.fromkeys(self.texts['model']))}"
         of_scores = "- No scores."
         if self.scores is not None:
             of_scores = f"- `{SCORES}`: one row per text and metric."
         names = ["model", "task", "attribute", "method", "arm"]
-        table = self.samples.groupby(names, sort=False).size().rename("texts").reset_index()
+        table = self.texts.groupby(names, sort=False).size().rename("texts").reset_index()
         return f"""---
 pretty_name: {json.dumps(title)}
 tags:
@@ -134,11 +136,11 @@ they say.
 {as_markdown("Cells", table, ())}
 ### Files
 
-- `{SAMPLES}`: one row per text. `tokens` are its ids, `arm` is the augmentation, `cell` the key of
+- `{TEXTS}`: one row per text. `tokens` are its ids, `arm` is the augmentation, `cell` the key of
   its settings in `{MANIFESTS}`.
 {of_scores}
 - `{MANIFESTS}`: by cell, all that decided the texts: settings, seeds, weights
   (`{manifest.model.weights}`), library versions, commit `{manifest.commit or "unknown"}`.
 
-`pandas.read_parquet("hf://datasets/OWNER/NAME/{SAMPLES}")` reads the texts.
+`pandas.read_parquet("hf://datasets/OWNER/NAME/{TEXTS}")` reads the texts.
 """

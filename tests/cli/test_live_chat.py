@@ -58,12 +58,12 @@ def test_a_live_chat_says_what_a_chat_of_later_messages_says(chat, chatting):
     run = generate(
         chatting, method="chat", task=chat_task(messages(), later=LATER), alpha=0, length=3, eos="stop"
     )  # fmt: skip
-    samples, fade = run.samples(), chat_fade(chatting, run)
+    texts, fade = run.texts(), chat_fade(chatting, run)
     made = answers(printed)
     assert code == 0
-    assert [answer["text"] for answer in made] == samples["continuation"].tolist()
+    assert [answer["text"] for answer in made] == texts["continuation"].tolist()
     assert [answer["turn"] for answer in made] == fade["turn"].tolist() == [1, 2, 3]
-    assert [answer["keys"] for answer in made] == [*map(len, samples["context"])]
+    assert [answer["keys"] for answer in made] == [*map(len, texts["context"])]
     for name in ("attention", "effect"):
         np.testing.assert_allclose([answer[name] for answer in made], fade[name], atol=1e-6)
 
@@ -103,9 +103,9 @@ def test_the_fade_of_a_chat_is_that_of_whole_passes(chatting):
     rule = Augmentation(alpha=0.7)
     task = chat_task(messages("Be brief."), later=LATER)
     run = generate(chatting, method="chat", task=task, augmentation=rule, length=4, samples=2)
-    samples, fade = run.samples(), chat_fade(chatting, run)
+    texts, fade = run.texts(), chat_fade(chatting, run)
     cut = Augmentation(alpha=1, law="cut", phase="after_span")
-    for i, row in samples.iterrows():
+    for i, row in texts.iterrows():
         layout = Layout.of_chat(chatting, messages("Be brief."))
         ids = torch.tensor([[*row["context"], *row["tokens"][:-1]]])
         first = len(row["context"]) - len(layout)
@@ -127,7 +127,7 @@ def test_the_fade_of_a_chat_is_that_of_whole_passes(chatting):
         assert fade["attention"][i] == pytest.approx(patterns[0], abs=1e-6)
         assert patterns[1] == 0
         assert fade["keys"][i] == len(row["context"])
-    assert fade["turn"].tolist() == samples["turn"].tolist()
+    assert fade["turn"].tolist() == texts["turn"].tolist()
 
 
 def test_the_fade_is_read_from_chats_of_this_model_alone(chatting):

@@ -34,9 +34,9 @@ from lapa2_interp.generation.resolve import cell_of
 from lapa2_interp.methods.registry import get_for_task, load_task
 from lapa2_interp.report import view
 from lapa2_interp.runs.engines import InProcess
+from lapa2_interp.runs.fill import fill_run
 from lapa2_interp.runs.generate import make_cells
 from lapa2_interp.runs.grid import Grid, load_grid
-from lapa2_interp.runs.launch import launch
 from lapa2_interp.runs.run import finished_cell
 from lapa2_interp.runs.store import FinishedBatch
 from lapa2_interp.runs.sweep import sweep
@@ -119,7 +119,7 @@ def made(tmp_path_factory):
         "tiny-gpt2", attribute="positive", prompts=["The lake"], length=20, dtype="float32"
     )
     folder = tmp_path_factory.mktemp("made") / "run"
-    sweep(folder, [Grid("one", "", (cell,))], InProcess("cpu"))
+    fill_run(folder, [Grid("one", "", (cell,))], InProcess("cpu"))
     return folder
 
 
@@ -130,7 +130,7 @@ def run(made, tmp_path):
 
 def again(run):
     cells = tuple(load_run(run).by_key.values())
-    return sweep(run, [Grid("one", "", cells)], InProcess("cpu"))
+    return fill_run(run, [Grid("one", "", cells)], InProcess("cpu"))
 
 
 # --- paths
@@ -236,7 +236,7 @@ def test_a_linked_folder_of_a_run_is_refused(run, name, tmp_path):
     linked.symlink_to(tmp_path / "moved")
     before = sorted((tmp_path / "moved").rglob("*"))
     with pytest.raises(RunError, match=f"{linked.name} is a link, which is not followed"):
-        sweep(run, [Grid("one", "", cells)], InProcess("cpu"))
+        fill_run(run, [Grid("one", "", cells)], InProcess("cpu"))
     assert sorted((tmp_path / "moved").rglob("*")) == before
 
 
@@ -310,7 +310,7 @@ def test_a_text_for_a_method_of_ones_own_is_checked_when_it_is_used(tmp_path, co
 def test_a_grid_imports_code_only_where_it_is_allowed(tmp_path, code, capsys, monkeypatch):
     grid = tmp_path / "grid.toml"
     grid.write_text(f'{GRID}method = "{code}:Own"\n')
-    for act in (load_grid, lambda name: launch([name], tmp_path / "run", workers=1)):
+    for act in (load_grid, lambda name: sweep([name], tmp_path / "run", workers=1)):
         with pytest.raises(Lapa2Error, match=f"{code}:Own' is code .*import {code} first, or give"):
             act(str(grid))
     for words in ("grids", "sweep"):
@@ -590,7 +590,7 @@ def test_work_beyond_reason_asks_first(tmp_path, capsys):
     text = GRID.replace("samples = 1", f"samples = {10**12}")
     grid.write_text(f'{text}method = "prefix"')
     with pytest.raises(RunError, match=r"would take .*yes=True"):
-        launch([str(grid)], tmp_path / "run", workers=1, device="cpu")
+        sweep([str(grid)], tmp_path / "run", workers=1, device="cpu")
     assert not (tmp_path / "run").exists()
 
 
@@ -602,6 +602,6 @@ def test_a_grid_of_many_points_asks_before_it_is_resolved(tmp_path):
 
 
 def test_samples_without_their_columns_are_damage(run):
-    change_texts(run, lambda samples: samples.drop(columns="prompt"))
+    change_texts(run, lambda texts: texts.drop(columns="prompt"))
     with pytest.raises(DamagedError, match="it has no column prompt"):
-        load_run(run).samples()
+        load_run(run).texts()

@@ -71,7 +71,7 @@ def test_an_imported_prefix_decodes_as_peft_does(tmp_path):
     method = methods.get("prefix", prefixes=str(tmp_path / "set"))
     ours = generate(
         model, method, load_task("sentiment"), "positive", ["The lake"], length=24, top_k=1
-    ).samples["tokens"][0]
+    ).texts["tokens"][0]
     ids = Layout.of(model.tokenizer, None, "The lake").tensor
     for token in ours:
         with torch.no_grad():

@@ -12,7 +12,7 @@ from lapa2_interp import generate
 from lapa2_interp._util.errors import RunError
 from lapa2_interp.runs.score import score
 
-FILES = {"README.md", "samples.parquet", "manifests.json"}
+FILES = {"README.md", "texts.parquet", "manifests.json"}
 
 
 class Hub:
@@ -39,15 +39,15 @@ def run():
 def test_a_run_in_memory_is_a_data_set(run, tmp_path):
     folder = run.data_set().save(tmp_path / "data")
     assert {file.name for file in folder.iterdir()} == FILES
-    samples, expected = pd.read_parquet(folder / "samples.parquet"), run.samples()
+    texts, expected = pd.read_parquet(folder / "texts.parquet"), run.texts()
     for name in ("text", "prompt", "arm", "cell"):
-        assert samples[name].tolist() == expected[name].tolist()
-    assert [list(ids) for ids in samples["tokens"]] == [list(ids) for ids in expected["tokens"]]
+        assert texts[name].tolist() == expected[name].tolist()
+    assert [list(ids) for ids in texts["tokens"]] == [list(ids) for ids in expected["tokens"]]
     manifests = json.loads((folder / "manifests.json").read_text())
     for key in run.finished:
         assert manifests[key] == run.manifest(key).model_dump(mode="json")
     facts = metadata_load(folder / "README.md")
-    assert facts["configs"] == [{"config_name": "samples", "data_files": "samples.parquet"}]
+    assert facts["configs"] == [{"config_name": "texts", "data_files": "texts.parquet"}]
     assert facts["pretty_name"] == "Texts of tiny-gpt2"
     card = DatasetCard.load(folder / "README.md").text
     assert "| tiny-gpt2 | " in card
@@ -62,7 +62,7 @@ def test_scores_of_a_folder_go_with_it(run, tmp_path):
     stored = pd.read_parquet(folder / "scores.parquet")
     assert len(stored) == len(scored.scores)
     configs = metadata_load(folder / "README.md")["configs"]
-    assert {config["data_files"] for config in configs} == {"samples.parquet", "scores.parquet"}
+    assert {config["data_files"] for config in configs} == {"texts.parquet", "scores.parquet"}
     again = run.data_set(scored.scores).save(tmp_path / "again")
     pd.testing.assert_frame_equal(pd.read_parquet(again / "scores.parquet"), stored)
 

@@ -38,7 +38,7 @@ def test_greedy_texts_are_ours(model, method):
     settings = SETTINGS | {"method": method, "alpha": 0.5, "parameters": {"prefixes": "hard"}}
     if method in ("rose", "con-prefix", "palette"):
         settings.pop("parameters")
-    ours = generate(model, PROMPT, top_k=1, **settings).samples()["tokens"][0]
+    ours = generate(model, PROMPT, top_k=1, **settings).texts()["tokens"][0]
     processor = MethodProcessor(model, PROMPT, **settings)
     assert texts(model, processor, do_sample=False) == [list(ours)]
     assert texts(model, processor, do_sample=False) == [list(ours)], "a second text begins anew"

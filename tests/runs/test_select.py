@@ -38,9 +38,9 @@ def test_a_selection_is_a_run_of_its_own(run, tmp_path):
     assert part.listing.grids == {"mine": tuple(part.by_key)}
     assert part.select(alpha=0.5).manifest().cell.active_augmentations == (Augmentation(alpha=0.5),)
     again = load_run(run.save(tmp_path / "all").folder).select(alpha=["0", 0.5], method="prefix")
-    assert again.samples()["text"].equals(part.samples()["text"])
+    assert again.texts()["text"].equals(part.texts()["text"])
     saved = load_run(again.save(tmp_path / "part").folder)
-    assert saved.samples().equals(again.samples())
+    assert saved.texts().equals(again.texts())
 
 
 def test_a_value_that_no_cell_has_is_an_error_with_those_there_are(run):
@@ -51,7 +51,7 @@ def test_a_value_that_no_cell_has_is_an_error_with_those_there_are(run):
         ({"methods": "prefix"}, "unknown column 'methods'.*did you mean 'method'"),
         ({"arm": []}, "arm is an empty list; give a value, or leave arm out"),
     ):
-        for act in (run.select, run.samples):
+        for act in (run.select, run.texts):
             with pytest.raises(RunError, match=message):
                 act(**wanted)
 
@@ -65,29 +65,33 @@ def test_values_may_come_in_any_list(run):
 
 def test_one_key_is_a_key_and_not_its_letters(run):
     key = list(run.by_key)[1]
-    assert set(run.samples(key)["cell"]) == set(run.trace(key)["cell"].to_numpy()) == {key}
+    assert set(run.texts(key)["cell"]) == set(run.trace(key)["cell"].to_numpy()) == {key}
     for keys in ([key], [key, key]):
-        assert run.samples(keys).equals(run.samples(key))
+        assert run.texts(keys).equals(run.texts(key))
         assert run.trace(keys).equals(run.trace(key))
     for choice, more, message in (
         (key[:5], {}, f"has no cell '{key[:5]}'"),
         (5, {}, "has no cell 5"),
-        (run.select(method="prefix"), {}, r"not a key; ask the run itself: run.select\(...\).samp"),
+        (
+            run.select(method="prefix"),
+            {},
+            r"not a key; ask the run itself: run.select\(...\).texts",
+        ),
         (key, {"method": "prefix"}, "give keys, or values .method=prefix., not both"),
     ):
         with pytest.raises(RunError, match=message):
-            run.samples(choice, **more)
+            run.texts(choice, **more)
 
 
 def test_traces_of_several_cells_are_one_with_coordinates(run):
     for wanted in ({}, {"method": "prefix"}, {"alpha": 0.5}):
-        trace, samples = run.trace(**wanted), run.samples(**wanted)
-        assert trace.sizes["sample"] == len(samples)
+        trace, texts = run.trace(**wanted), run.texts(**wanted)
+        assert trace.sizes["sample"] == len(texts)
         for name in ("task", "method", "attribute", "arm", "cell"):
-            assert trace[name].to_numpy().tolist() == samples[name].tolist()
-        assert trace["prompt_text"].to_numpy().tolist() == samples["prompt"].tolist()
-        for key in set(samples["cell"]):
-            alone, at = finished_cell(run, key).trace, (samples["cell"] == key).to_numpy()
+            assert trace[name].to_numpy().tolist() == texts[name].tolist()
+        assert trace["prompt_text"].to_numpy().tolist() == texts["prompt"].tolist()
+        for key in set(texts["cell"]):
+            alone, at = finished_cell(run, key).trace, (texts["cell"] == key).to_numpy()
             part = trace["prefix"].isel(sample=at).sel(branch=alone["branch"], step=alone["step"])
             np.testing.assert_array_equal(part, alone["prefix"])
     both = run.trace(method="air-decoding", alpha=[0, 0.5])
@@ -113,7 +117,7 @@ def test_tables_are_those_of_each_cell_after_its_columns(run):
         assert list(again)[:9] == [*ALIKE, "attribute", "cell", "arm"]
         assert list(dict.fromkeys(again["cell"])) == list(run.by_key)
         for key, part in again.groupby("cell"):
-            alone = table(run.trace(key), run.samples(key))
+            alone = table(run.trace(key), run.texts(key))
             assert part[list(alone)].reset_index(drop=True).equals(alone)
             for column, value in run.by_key[key].columns.items():
                 assert column not in part or set(part[column]) == {value}, column
@@ -124,7 +128,7 @@ def test_fits_are_those_of_the_curves(run):
     assert list(fits) == [*ALIKE, "attribute", "cell", "arm", "C", "D", "R2"]
     assert fits["method"].tolist() == ["prefix"] * 2 + ["air-decoding"] * 2
     for (_, row), key in zip(fits.iterrows(), run.by_key, strict=True):
-        alone = fit_table(step_table(run.trace(key), run.samples(key))).iloc[0]
+        alone = fit_table(step_table(run.trace(key), run.texts(key))).iloc[0]
         assert row[list(alone.index)].equals(alone.rename(row.name))
 
 
@@ -137,7 +141,7 @@ def test_a_cell_of_two_attributes_is_one_arm():
     for arm, part in steps.groupby("arm"):
         keys = [key for key, cell in run.by_key.items() if cell.arm == arm]
         assert set(part["cell"]) == {", ".join(keys)}
-        alone = step_table(run.trace(keys), run.samples(keys))
+        alone = step_table(run.trace(keys), run.texts(keys))
         assert part[list(alone)].reset_index(drop=True).equals(alone)
     assert run.fits()["arm"].tolist() == ["baseline", "alpha 0.5 paper"]
 
@@ -147,11 +151,11 @@ def test_heads_show_the_strongest_and_draw_their_maps(run):
     best = heads.largest(2)
     for arm, part in best.groupby("arm"):
         (key,) = run.select(method="prefix", arm=arm).by_key
-        alone = head_table(run.trace(key), run.samples(key))
+        alone = head_table(run.trace(key), run.texts(key))
         top = alone.sort_values("prefix", ascending=False).head(2)
         assert part[list(alone)].to_numpy().tolist() == top.to_numpy().tolist()
     drawn = [axes.images[0].get_array() for axes in heads.plot().axes if axes.images]
-    alone = [head_table(run.trace(key), run.samples(key)) for key in list(run.by_key)[:2]]
+    alone = [head_table(run.trace(key), run.texts(key)) for key in list(run.by_key)[:2]]
     tables = [part.pivot(index="layer", columns="head", values="prefix") for part in alone]
     np.testing.assert_array_equal(drawn[0], tables[0])
     np.testing.assert_array_equal(drawn[1], tables[1] - tables[0])
@@ -162,7 +166,7 @@ def test_a_run_draws_its_curves(run):
         line for line in run.plot(method="prefix").axes[0].lines if line.get_linestyle() == "-"
     ]
     for line, key in zip(lines, run.select(method="prefix").by_key, strict=True):
-        steps = step_table(run.trace(key), run.samples(key))
+        steps = step_table(run.trace(key), run.texts(key))
         curve = steps[steps["name"] == "prefix"]
         assert line.get_ydata().tolist() == curve["mean"].tolist()
         assert line.get_label() == run.by_key[key].arm
@@ -187,7 +191,7 @@ def test_a_run_shows_its_cells_in_a_notebook(run):
 
 def test_tables_of_texts_without_a_token_are_refused(run):
     key, (made,) = next(iter(run.batches.items()))
-    ended = replace(made, samples=made.samples.assign(n_tokens=0))
+    ended = replace(made, texts=made.texts.assign(n_tokens=0))
     empty = Run(None, run.listing, {key: run.by_key[key]}, {key: [ended]})
     for table in (empty.steps, empty.fits, empty.heads, empty.prefix_tokens, empty.plot):
         with pytest.raises(TraceError, match="all texts of the run ended before a first token"):
@@ -200,7 +204,7 @@ def test_a_pooled_trace_has_no_heads():
     with pytest.raises(TraceError, match="pooled over heads"):
         run.heads()
     (key,) = run.by_key
-    alone = prefix_token_table(run.trace(key), run.samples(key))
+    alone = prefix_token_table(run.trace(key), run.texts(key))
     assert run.prefix_tokens()[list(alone)].equals(alone)
 
 

@@ -42,17 +42,16 @@ from lapa2_interp.methods.prefix import NoControl
 from lapa2_interp.models.machine import processor_kind
 from lapa2_interp.prefixes.soft_prefix import save_prefix
 from lapa2_interp.runs import engines
-from lapa2_interp.runs import launch as launching
 from lapa2_interp.runs import sweep as sweeping
 from lapa2_interp.runs import worker as working
 from lapa2_interp.runs.engines import InProcess, LocalPool
 from lapa2_interp.runs.estimates import row_tokens_of
+from lapa2_interp.runs.fill import fill_run, open_run, remove_earlier_cells
 from lapa2_interp.runs.generate import make_cells
 from lapa2_interp.runs.grid import Grid, load_grid
 from lapa2_interp.runs.manifest import BatchRecord, Manifest
 from lapa2_interp.runs.run import finished_cell, load_run
 from lapa2_interp.runs.store import Failure, Listing
-from lapa2_interp.runs.sweep import open_run, remove_earlier, sweep
 from lapa2_interp.runs.worker import Worker, check_files
 from lapa2_interp.scoring.task_scorer import SHIPPED_WEIGHTS
 from lapa2_interp.tasks import task as tasks
@@ -149,7 +148,7 @@ def files(tmp_path_factory):
 def undisturbed(tmp_path_factory, files):
     """A run folder, made in one go, and the batches it was made of."""
     folder, engine = tmp_path_factory.mktemp("undisturbed") / "run", Recording()
-    done = sweep(folder, grids_of(files), engine, pytest.fail)
+    done = fill_run(folder, grids_of(files), engine, pytest.fail)
     assert (done.before, done.made, done.failed) == (0, 4, ())
     assert len(engine.made) == sum(BATCHES)
     return folder, engine.made
@@ -274,13 +273,13 @@ def test_ctrl_c_in_a_terminal_is_a_sentence_even_while_workers_start(files, tmp_
 def run_command(run, files, log):
     """`lapa2 sweep`, here."""
     signal.signal(signal.SIGINT, signal.default_int_handler)  # as in `command`
-    finish = sweeping._Sweep._finish
+    finish = filling._Filling._finish
 
     def finish_and_wait(self, work):
         finish(self, work)
         time.sleep(60)  # or until the signal: the cells are done in a moment
 
-    sweeping._Sweep._finish = finish_and_wait
+    filling._Filling._finish = finish_and_wait
     with log.open("w") as stream:
         os.dup2(stream.fileno(), 1)
         os.dup2(stream.fileno(), 2)
@@ -304,7 +303,7 @@ def test_signals_that_stop_it_are_told_what_is_finished(undisturbed, files, tmp_
     ]
     assert "Traceback" not in log.read_text()
     assert not list(run.rglob(".writing-*")), "it had the time to clean up"
-    done = sweep(run, grids_of(files), Replaying(undisturbed[1]), pytest.fail)
+    done = fill_run(run, grids_of(files), Replaying(undisturbed[1]), pytest.fail)
     assert done.before == len(finished)
     assert_equal_runs(run, undisturbed[0])
 
@@ -314,9 +313,9 @@ def test_only_some_cells_of_a_grid_are_made_and_the_others_later(
 ):
     """The run notes all cells; another call makes what is left, and the bytes are those of one
     call."""
-    monkeypatch.setattr(launching, "local_engine", lambda *_: Replaying(undisturbed[1]))
+    monkeypatch.setattr(sweeping, "local_engine", lambda *_: Replaying(undisturbed[1]))
     run, names = tmp_path / "run", [str(file) for file in files]
-    done = launching.launch(names, run, only={"method": "prefix"}, notify=print)
+    done = sweeping.sweep(names, run, only={"method": "prefix"}, notify=print)
     cells = load_run(run).cells
     assert set(cells["method"][cells["state"] == "finished"]) == {"prefix"}
     assert (done.made, len(cells)) == ((cells["method"] == "prefix").sum(), 4)
@@ -325,10 +324,10 @@ def test_only_some_cells_of_a_grid_are_made_and_the_others_later(
         ({"method": "prefx"}, "unknown method 'prefx'"),
     ):
         with pytest.raises(GridError, match=message):
-            launching.launch(names, run, only=only)
+            sweeping.sweep(names, run, only=only)
     numbers = {"samples": [str(float(cells["samples"][0]))]}  # as text no cell has it
-    assert launching.launch(names, run, only={"method": ["prefix"]} | numbers).made == 0
-    assert launching.launch(names, run).before == done.made
+    assert sweeping.sweep(names, run, only={"method": ["prefix"]} | numbers).made == 0
+    assert sweeping.sweep(names, run).before == done.made
     assert_equal_runs(run, undisturbed[0])
 
 
@@ -338,7 +337,7 @@ def test_only_some_cells_of_a_grid_are_made_and_the_others_later(
 )
 def test_options_of_ray_are_refused_without_it(files, tmp_path, option, value, shown):
     with pytest.raises(RunError, match=f"{shown} belongs to engine='ray'"):
-        launching.launch([str(files[0])], tmp_path / "run", **{option: value})
+        sweeping.sweep([str(files[0])], tmp_path / "run", **{option: value})
 
 
 # --- workers
@@ -351,7 +350,7 @@ def test_a_worker_tells_how_far_it_is_after_every_step(cell):
     shown = []
     with InProcess("cpu") as engine:
         outcome = engine.submit(cell, 0, None, CountingBar(shown.append)).result()
-    assert len(shown) == outcome.samples["n_tokens"].max()
+    assert len(shown) == outcome.texts["n_tokens"].max()
     assert shown == sorted(set(shown))
     assert shown[-1] == outcome.record.new_tokens
 
@@ -372,7 +371,7 @@ def test_a_worker_that_dies_with_nothing_to_do_is_replaced(undisturbed, cell, qu
     with LocalPool(1, "cpu") as engine:
         for _ in range(2):
             outcome = engine.submit(cell, 0, None, tqdm(disable=True)).result()
-            assert outcome.samples["text"].equals(undisturbed[1][cell.key, 0].samples["text"])
+            assert outcome.texts["text"].equals(undisturbed[1][cell.key, 0].texts["text"])
             process = engine._slots[0].worker.process
             process.kill()
             process.join()
@@ -414,7 +413,7 @@ def test_an_answer_that_cannot_be_read_is_no_lack_of_memory(idle):
 def test_of_a_worker_elsewhere_that_died_the_last_line_is_told(undisturbed, files, tmp_path):
     victim = next(iter(undisturbed[1]))
     lost = undisturbed[1] | {victim: OSError("its machine\n\nis gone\n")}
-    sweep(tmp_path / "run", grids_of(files), Replaying(lost), lambda line: None)
+    fill_run(tmp_path / "run", grids_of(files), Replaying(lost), lambda line: None)
     reason = load_run(tmp_path / "run").failures[victim[0]].reason
     assert reason.startswith("the worker died 3 times: OSError: is gone; where memory ran out, ")
 
@@ -422,8 +421,8 @@ def test_of_a_worker_elsewhere_that_died_the_last_line_is_told(undisturbed, file
 SCRIPT = """
 import sys
 from pathlib import Path
-from lapa2_interp.runs.launch import launch
-print(launch(*sys.argv[1:], workers=2).made)
+from lapa2_interp.runs.sweep import sweep
+print(sweep(*sys.argv[1:], workers=2).made)
 """
 
 
@@ -468,10 +467,10 @@ def test_a_worker_that_cannot_start_is_no_fault_of_a_batch(
     monkeypatch.setattr(engines, "BEGIN", begin)
     run = tmp_path / "run"
     with pytest.raises(RunError, match=f"cannot start, tried 3 times: .*{message}.*workers=1 ma"):
-        sweep(run, grids_of(files), LocalPool(2, "cpu"), pytest.fail)
+        fill_run(run, grids_of(files), LocalPool(2, "cpu"), pytest.fail)
     assert "Traceback" not in capfd.readouterr().err
     assert set(load_run(run).cells["state"]) == {"missing"}
-    sweep(run, grids_of(files), Replaying(undisturbed[1]), pytest.fail)
+    fill_run(run, grids_of(files), Replaying(undisturbed[1]), pytest.fail)
     assert_equal_runs(run, undisturbed[0])
 
 
@@ -483,7 +482,7 @@ def test_a_worker_that_starts_slowly_or_at_the_second_try_is_no_worse(
     first = f"import os, time; fd = os.open({str(there)!r}, os.O_CREAT | os.O_APPEND | os.O_WRONLY)"
     ends = "os.write(fd, b'.') and os.fstat(fd).st_size == 1 and os._exit(1)"
     monkeypatch.setattr(engines, "BEGIN", f"{first}; {ends}; time.sleep(0.3); {engines.BEGIN}")
-    done = sweep(tmp_path / "run", grids_of(files), LocalPool(1, "cpu"), pytest.fail)
+    done = fill_run(tmp_path / "run", grids_of(files), LocalPool(1, "cpu"), pytest.fail)
     assert (done.made, done.failed, there.read_text()) == (4, (), "..")
     assert_equal_runs(tmp_path / "run", undisturbed[0])
 
@@ -501,7 +500,7 @@ def test_a_process_that_cannot_start_others_says_so(files, tmp_path, monkeypatch
     monkeypatch.setitem(here._config, "daemon", daemon)
     monkeypatch.setattr(here, "_inheriting", not daemon, raising=False)
     with pytest.raises(RunError, match=re.escape(message)):
-        sweep(tmp_path / "run", grids_of(files), LocalPool(2, "cpu"), pytest.fail)
+        fill_run(tmp_path / "run", grids_of(files), LocalPool(2, "cpu"), pytest.fail)
 
 
 def test_a_method_of_the_script_is_refused_where_workers_would_not_have_it(
@@ -515,7 +514,7 @@ def test_a_method_of_the_script_is_refused_where_workers_would_not_have_it(
     grid = tmp_path / "g.toml"
     grid.write_text(HEAD + 'method = "__main__:Mine"\n')
     with pytest.raises(GridError, match="'__main__:Mine' is in the script that runs.*workers=1"):
-        launching.launch(str(grid), tmp_path / "run", workers=2, device="cpu", allow_code=True)
+        sweeping.sweep(str(grid), tmp_path / "run", workers=2, device="cpu", allow_code=True)
 
 
 def test_a_bar_moves_inside_a_batch_and_ends_where_the_work_does(
@@ -548,10 +547,10 @@ def test_a_bar_moves_inside_a_batch_and_ends_where_the_work_does(
         bars.append(Bar(total=total, file=io.StringIO()))
         return bars[0]
 
-    monkeypatch.setattr(sweeping, "progress_bar", bar_of)
+    monkeypatch.setattr(filling, "progress_bar", bar_of)
     key = list(load_run(folder).by_key)[3]
     failing = {(key, 1): Failure(when=made[key, 1].record.created, traceback="no")}
-    done = sweep(tmp_path / "run", grids_of(files), Telling(made | failing), lambda _: None)
+    done = fill_run(tmp_path / "run", grids_of(files), Telling(made | failing), lambda _: None)
     assert done.failed == (key,)
     row_tokens = [row_tokens_of(planned) for planned in load_run(folder).by_key.values()]
     left = sum(row_tokens) - row_tokens[0] * 4 // 6 - (row_tokens[3] - row_tokens[3] // 3)
@@ -693,7 +692,7 @@ def test_weights_that_changed_are_refused(undisturbed, files, tmp_path, copy, be
     }
     message = "another tiny-gpt2.s weights: .random, seed 0., not .sha256 other.; .* choose another folder"
     with pytest.raises(RunError, match=message):
-        sweep(run, grids_of(files), Replaying(made), pytest.fail)
+        fill_run(run, grids_of(files), Replaying(made), pytest.fail)
 
 
 @pytest.mark.parametrize("back", [False, True])
@@ -707,7 +706,7 @@ def test_a_run_folder_that_is_moved_meanwhile_is_not_filled(undisturbed, files, 
             shutil.copytree(tmp_path / "before", run)
 
     with pytest.raises(RunError, match="is gone: it was moved or removed"):
-        sweep(run, grids_of(files), Replaying(undisturbed[1], 2, move), pytest.fail)
+        fill_run(run, grids_of(files), Replaying(undisturbed[1], 2, move), pytest.fail)
     assert run.exists() == back
 
 
@@ -783,7 +782,7 @@ def test_a_run_of_another_version_or_with_a_damaged_listing_is_refused(
         change = json.dumps({name: value for name, value in raw.items() if value is not None})
     (copy / "run.json").write_bytes(change.encode("latin-1"))
     before = contents(copy)
-    for act in (load_run, lambda run: sweep(run, grids_of(files), Replaying({}))):
+    for act in (load_run, lambda run: fill_run(run, grids_of(files), Replaying({}))):
         with pytest.raises(RunError, match=message):
             act(copy)
     assert contents(copy) == before
@@ -806,11 +805,11 @@ def test_a_listing_that_is_lost_or_of_another_version_is_no_obstacle(copy, files
     listing = copy / "run.json"
     listing.write_text(listing.read_text().replace(Listing().lapa2_interp, "9.0"))
     assert len(load_run(copy).finished) == 4
-    assert sweep(copy, grids_of(files), Replaying({}), pytest.fail).before == 4
+    assert fill_run(copy, grids_of(files), Replaying({}), pytest.fail).before == 4
     listing.unlink()
     assert lapa2("runs", copy) == 2
     assert "no run.json; `lapa2 sweep` with its grids writes it" in capsys.readouterr().err
-    assert sweep(copy, grids_of(files), Replaying({}), pytest.fail).before == 4
+    assert fill_run(copy, grids_of(files), Replaying({}), pytest.fail).before == 4
     assert {"one", "two"} == load_run(copy).listing.grids.keys()
 
 
@@ -839,11 +838,11 @@ def test_settings_of_a_cell_that_are_damaged_are_refused_and_written_anew_by_a_s
     if file.is_dir():
         file.rmdir()
     (tmp_path / "auto.toml").write_text(ONE.replace('dtype = "float32"', 'dtype = "auto"'))
-    (grid,) = launching.load_grids(copy, [str(tmp_path / "auto.toml")])
+    (grid,) = sweeping.load_grids(copy, [str(tmp_path / "auto.toml")])
     assert {planned.dtype for planned in grid.cells} == {"float32"}, (
         "that of the cells that can be read"
     )
-    assert sweep(copy, grids_of(files), Replaying({}), pytest.fail).before == 4
+    assert fill_run(copy, grids_of(files), Replaying({}), pytest.fail).before == 4
     assert file.read_text() == before
 
 
@@ -852,16 +851,16 @@ def test_a_folder_that_is_something_else_is_left_alone(files, tmp_path):
     (tmp_path / "thesis" / "chapter1.txt").write_text("years of work")
     (tmp_path / "file").touch()
     with pytest.raises(RunError, match="exists and is not a run; choose another out"):
-        sweep(tmp_path / "thesis", grids_of(files), Replaying({}))
+        fill_run(tmp_path / "thesis", grids_of(files), Replaying({}))
     assert [file.name for file in (tmp_path / "thesis").iterdir()] == ["chapter1.txt"]
     with pytest.raises(RunError, match="cannot write .*file: File exists"):
-        sweep(tmp_path / "file", grids_of(files), Replaying({}))
+        fill_run(tmp_path / "file", grids_of(files), Replaying({}))
     message = "is not a run: it has no run.json; `lapa2 generate` and `lapa2 sweep GRID --out"
     with pytest.raises(RunError, match=message):
         load_run(tmp_path / "thesis")
     (tmp_path / "empty").mkdir()
     run = open_run(tmp_path / "empty", grids_of(files))
-    assert (len(run.samples()), run.finished) == (0, {})
+    assert (len(run.texts()), run.finished) == (0, {})
     assert run.cells["state"].tolist() == ["missing"] * 4
 
 
@@ -872,7 +871,7 @@ def half_done(run, files, made, batches):
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        sweep(run, grids_of(files), Replaying(made, batches, stop), pytest.fail)
+        fill_run(run, grids_of(files), Replaying(made, batches, stop), pytest.fail)
 
 
 OTHERWISE = {
@@ -898,7 +897,7 @@ def test_batches_that_were_made_otherwise_are_made_again(undisturbed, files, tmp
         if name[0] == cell.key
     }
     notes, engine = [], Replaying(made | otherwise)
-    sweep(tmp_path / "run", grids_of(files), engine, notes.append)
+    fill_run(tmp_path / "run", grids_of(files), engine, notes.append)
     assert (cell.key, 0) in engine.done
     (note,) = notes
     assert f"({cell.key}): 1 finished batch made again; " in note
@@ -914,7 +913,7 @@ def test_another_commit_alone_makes_nothing_again(undisturbed, files, tmp_path, 
     half_done(tmp_path / "run", files, made, 1)
     committed = {(cell.key, 1): with_record(made[cell.key, 1], commit="another")}
     engine = Replaying(made | committed)
-    sweep(tmp_path / "run", grids_of(files), engine, pytest.fail)
+    fill_run(tmp_path / "run", grids_of(files), engine, pytest.fail)
     assert (cell.key, 0) not in engine.done
     assert_equal_runs(tmp_path / "run", folder)
 
@@ -925,7 +924,7 @@ def test_the_first_batch_of_a_sweep_says_how_the_others_of_its_cell_are_made(
     folder, made = undisturbed
     half_done(tmp_path / "run", files, made, sum(BATCHES) - 2)
     engine = Replaying(made)
-    sweep(tmp_path / "run", grids_of(files), engine, pytest.fail)
+    fill_run(tmp_path / "run", grids_of(files), engine, pytest.fail)
     assert engine.packings == [None, made[engine.done[0]].record.model.prepacking]
     assert_equal_runs(tmp_path / "run", folder)
 
@@ -938,13 +937,13 @@ def test_what_is_beside_the_batches_of_a_cell_stays_and_is_no_batch(copy, files,
     shutil.copy(own / "000.json", own / "000 (copy).json")
     with temporary_folder(copy) as scores:  # as `lapa2 score RUN --out RUN/scores` does
         assert load_run(copy).failures == {}
-        assert sweep(copy, grids_of(files), Replaying({}), pytest.fail).before == 4
+        assert fill_run(copy, grids_of(files), Replaying({}), pytest.fail).before == 4
         assert scores.is_dir()
     assert (own / "000 (copy).json").exists()
     shutil.copy(own / "000.parquet", own / "009.parquet")
     text = (own / "000.json").read_text()
     (own / "009.json").write_text(text.replace('"000.', '"009.'))
-    assert sweep(copy, grids_of(files), Replaying({}), pytest.fail).before == 4
+    assert fill_run(copy, grids_of(files), Replaying({}), pytest.fail).before == 4
     assert not (own / "009.json").exists(), "a number that the cell does not have"
     assert len(load_run(copy).finished) == 4
 
@@ -978,7 +977,7 @@ def test_a_disk_that_fails_or_too_little_memory_is_no_damage(copy, monkeypatch, 
     before = contents(copy)
     monkeypatch.setattr(f"lapa2_interp.runs.{where}", fails)
     with pytest.raises(type(error), match=str(error.args[-1])):
-        load_run(copy).samples()
+        load_run(copy).texts()
     assert contents(copy) == before
 
 
@@ -995,7 +994,7 @@ def test_generate_gives_what_a_sweep_writes(undisturbed, tmp_path):
     asked = {"attribute": "positive", "prompts": ["The book"], "length": 14, "dtype": "float32"}
     alone = generate("tiny-gpt2", **asked).save(tmp_path / "alone")
     grid = Grid("mine", "", tuple(alone.by_key.values()))
-    sweep(tmp_path / "swept", [grid], InProcess("cpu"), pytest.fail)
+    fill_run(tmp_path / "swept", [grid], InProcess("cpu"), pytest.fail)
     assert_equal_runs(tmp_path / "swept", alone.folder)
 
 
@@ -1007,17 +1006,17 @@ def test_reading_is_tidy_and_generates_nothing(undisturbed, monkeypatch):
     for name in (*loads, "generation.loop.decode_batch", "generation.plan.plan_batches"):
         monkeypatch.setattr(f"lapa2_interp.{name}", never)
     run = load_run(undisturbed[0])
-    samples, cells = run.samples(), run.cells
-    assert len(samples) == 3 * 6 + 3
-    assert not samples.duplicated(["cell", "prompt", "sample"]).any()
-    sizes = samples.groupby("cell", sort=False).size().to_dict()
+    texts, cells = run.texts(), run.cells
+    assert len(texts) == 3 * 6 + 3
+    assert not texts.duplicated(["cell", "prompt", "sample"]).any()
+    sizes = texts.groupby("cell", sort=False).size().to_dict()
     assert sizes == {key: 3 * cell.samples for key, cell in run.by_key.items()}
     # A byte is a token.
-    assert (samples["n_tokens"] + samples["prompt"].str.len()).tolist() == [18] * 21
+    assert (texts["n_tokens"] + texts["prompt"].str.len()).tolist() == [18] * 21
     assert list(cells["key"]) == list(run.by_key)
     assert cells["grids"].tolist().count("one, two") == 1
     tokens = cells.set_index("key")["tokens"].to_dict()
-    assert tokens == samples.groupby("cell")["n_tokens"].sum().to_dict()
+    assert tokens == texts.groupby("cell")["n_tokens"].sum().to_dict()
     assert (cells["seconds"] > 0).all()
     row = cells[cells["layers"] == "top"].iloc[0]
     named = {
@@ -1028,8 +1027,8 @@ def test_reading_is_tidy_and_generates_nothing(undisturbed, monkeypatch):
     assert row[list(named)].to_dict() == named
     assert isinstance(run.trace(cells["key"].iloc[-1]), xr.Dataset)
     assert run.trace(row["key"]) is None
-    own = samples[samples["cell"] == row["key"]].reset_index(drop=True)
-    pd.testing.assert_frame_equal(run.samples([row["key"]]), own)
+    own = texts[texts["cell"] == row["key"]].reset_index(drop=True)
+    pd.testing.assert_frame_equal(run.texts([row["key"]]), own)
     chosen = run.select(method="prefix", arm=["baseline", row["arm"]], task="sentiment")
     arms = ("baseline", row["arm"])
     assert list(chosen.by_key) == [key for key, cell in run.by_key.items() if cell.arm in arms]
@@ -1040,13 +1039,13 @@ def test_cells_that_are_not_finished_are_named(undisturbed, files, tmp_path, cap
     run = load_run(tmp_path / "run")
     assert run.cells["state"].tolist() == ["finished", "partly", "missing", "missing"]
     key = run.cells["key"][2]
-    assert set(run.samples()["cell"]) == {run.cells["key"][0]}
+    assert set(run.texts()["cell"]) == {run.cells["key"][0]}
     message = f"cell {key} .* is not finished; `lapa2 sweep` with its grid makes it"
     for read in (
         lambda lost: finished_cell(run, lost),
         run.trace,
         run.manifest,
-        lambda lost: run.samples([lost]),
+        lambda lost: run.texts([lost]),
     ):
         with pytest.raises(RunError, match=message):
             read(key)
@@ -1071,7 +1070,7 @@ def test_a_manifest_says_what_made_the_cell(undisturbed):
             1,
         )
         assert manifest.versions["torch"] == importlib.metadata.version("torch")
-        assert manifest.new_tokens == run.samples([key])["n_tokens"].sum()
+        assert manifest.new_tokens == run.texts([key])["n_tokens"].sum()
         assert manifest.seconds > 0
         assert (
             manifest.branches["prefix" if cell.method == "prefix" else "target"] == "Very positive:"
@@ -1089,7 +1088,7 @@ def test_every_class_of_model_and_every_option_reaches_the_worker(tmp_path, mode
     text = text.replace('"float32"', '"float64"')
     text += f'model_class = "{model_class}"\neos = "stop"\ntop_k = 5\nseed = 3\n'
     grid, (cell,) = grid_of(tmp_path, text + 'method = "prefix"\n')
-    assert sweep(tmp_path / "run", [grid], InProcess("cpu"), pytest.fail).made == 1
+    assert fill_run(tmp_path / "run", [grid], InProcess("cpu"), pytest.fail).made == 1
     finished = finished_cell(load_run(tmp_path / "run"), cell.key)
     assert finished.trace is None
     card = finished.manifest.model
@@ -1098,7 +1097,7 @@ def test_every_class_of_model_and_every_option_reaches_the_worker(tmp_path, mode
         load("tiny-gpt2", "float64", model_class), cell.decoding_method, cell.task, "positive",
         cell.task.prompts.texts, length=18, seed=3, top_k=5, eos="stop", trace="none",
     )  # fmt: skip
-    assert finished.samples["text"].tolist() == alone.samples["text"].tolist()
+    assert finished.texts["text"].tolist() == alone.texts["text"].tolist()
 
 
 def test_grids_of_one_name_are_refused(tmp_path, capsys):
@@ -1129,13 +1128,13 @@ def test_a_sweep_names_what_an_earlier_grid_has_left(changed, undisturbed, files
     run, grids = changed
     for _ in range(2):  # every time, not only when the grid has changed
         notes = []
-        done = sweep(run, grids, Replaying(undisturbed[1]), notes.append)
+        done = fill_run(run, grids, Replaying(undisturbed[1]), notes.append)
         assert (done.before, done.made) == (2, 0)
         (line,) = notes
         assert line.startswith(f"{EARLIER}{run} too, and in no table or report: tiny-gpt2 sent")
         assert line.endswith("lists them, and with --remove-earlier removes them")
     assert len(load_run(run).by_key) == 2
-    sweep(run, grids_of(files), Replaying(undisturbed[1]), pytest.fail)  # the grid as it was
+    fill_run(run, grids_of(files), Replaying(undisturbed[1]), pytest.fail)  # the grid as it was
     assert_equal_runs(run, undisturbed[0])
 
 
@@ -1143,11 +1142,11 @@ def test_cells_of_an_earlier_grid_are_listed_read_and_removed_when_asked_for(
     changed, undisturbed, capsys
 ):
     run, grids = changed
-    sweep(run, grids, Replaying(undisturbed[1]), lambda line: None)
+    fill_run(run, grids, Replaying(undisturbed[1]), lambda line: None)
     now, every = load_run(run), load_run(run, earlier=True)
     old = [key for key in every.by_key if key not in now.by_key]
     assert every.cells["grids"].tolist() == ["one, two"] * 2 + [""] * 2
-    assert len(every.samples(old)) == sum(every.by_key[key].n_texts for key in old)
+    assert len(every.texts(old)) == sum(every.by_key[key].n_texts for key in old)
     assert lapa2("runs", run) == 0
     printed = capsys.readouterr().out.splitlines()
     assert printed[2].startswith("earlier grids (in no table or report; --remove-earlier removes")
@@ -1160,20 +1159,20 @@ def test_cells_of_an_earlier_grid_are_listed_read_and_removed_when_asked_for(
     assert "2 cells of earlier grids removed" in capsys.readouterr().out
     assert {folder.name for folder in (run / "cells").iterdir()} == set(now.by_key)
     assert load_run(run, earlier=True).cells.equals(now.cells)
-    sweep(run, grids, Replaying(undisturbed[1]), pytest.fail)
+    fill_run(run, grids, Replaying(undisturbed[1]), pytest.fail)
 
 
 def test_what_another_sweep_makes_and_links_are_not_removed(changed, undisturbed, tmp_path):
     run, grids = changed
-    sweep(run, grids, Replaying(undisturbed[1]), lambda line: None)
+    fill_run(run, grids, Replaying(undisturbed[1]), lambda line: None)
     busy, idle = (
         key for key in load_run(run, earlier=True).by_key if key not in load_run(run).by_key
     )
     (tmp_path / "precious").mkdir()
     (run / "cells" / ("0" * 16)).symlink_to(tmp_path / "precious")
     notes = []
-    with acquire_lock(run / "cells" / busy / sweeping.LOCK):
-        assert remove_earlier(run, notes.append) == [idle]
+    with acquire_lock(run / "cells" / busy / filling.LOCK):
+        assert remove_earlier_cells(run, notes.append) == [idle]
     assert notes == [f"{busy} is being made by another sweep, and stays"]
     assert (run / "cells" / ("0" * 16)).is_symlink()
     assert (run / "cells" / busy / "000.json").exists()
