@@ -69,16 +69,15 @@ def chat_fade(model: Model, run: Run) -> pd.DataFrame:
             attention = masses.mean(axis=1).filled(np.nan)
         if "turn" not in texts:
             texts["turn"] = 1
-        rows = []
+        keys, effects = np.zeros(len(texts), int), np.full(len(texts), np.nan)
         for _, chat in texts.groupby(["prompt", "sample"], sort=False):
             form = cell.branches[0].chat.filled(prompt=str(chat["prompt"].iloc[0]))
             answers = chat["continuation"].tolist()
-            for turn, (row, tokens) in enumerate(chat["tokens"].items()):
+            for turn, row in enumerate(texts.index.get_indexer(chat.index)):
                 layout = chat_layout(model.tokenizer, form, answers[:turn])
-                effect = np.nan
+                keys[row], tokens = len(layout), chat["tokens"].iloc[turn]
                 if len(tokens):
-                    effect = span_effect(model, layout, tokens, cell.augmentation).mean()
-                rows.append((row, len(layout), attention[row], effect))
-        frame = pd.DataFrame(rows, columns=["row", "keys", "attention", "effect"]).set_index("row")
-        tables.append(texts[["cell", "arm", "prompt", "sample", "turn"]].join(frame))
+                    effects[row] = span_effect(model, layout, tokens, cell.augmentation).mean()
+        table = texts[["cell", "arm", "prompt", "sample", "turn"]]
+        tables.append(table.assign(keys=keys, attention=attention, effect=effects))
     return pd.concat(tables, ignore_index=True)
