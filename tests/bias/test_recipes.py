@@ -148,10 +148,12 @@ def key_scale(scores, beta=100):
 
 def sharper(factor):
     """All scores of a query that sees l keys, BOS counted."""
-    return lambda scores: times(
-        scores,
-        torch.tensor([[factor(query + 1)] for query in range(scores.shape[1])]).double(),
-    )
+
+    def formula(scores):
+        by_query = [[factor(query + 1)] for query in range(scores.shape[1])]
+        return times(scores, torch.tensor(by_query, dtype=torch.float64))
+
+    return formula
 
 
 LAPA2 = by_length(lambda l: (l / 6) ** 0.5)

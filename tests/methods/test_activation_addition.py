@@ -165,8 +165,9 @@ def test_cached_passes_are_one_pass(tiny, of_class, way, monkeypatch):
     atol = 1e-5 if of_class == "HookedTransformer" else 1e-9
     for row, layout in enumerate(own):
         ids = torch.cat([layout.tensor, TOKENS[row : row + 1]], dim=1)
-        plain = model(ids)
-        with shifted_residual(model, vectors, len(layout) - 1):
+        with augmented(model, None, layout):
+            plain = model(ids)
+        with shifted_residual(model, vectors, len(layout) - 1), augmented(model, None, layout):
             whole = model(ids)
         assert torch.equal(whole[0, : len(layout) - 1], plain[0, : len(layout) - 1])
         computed = torch.stack([step[row] for step in logits])
