@@ -191,25 +191,21 @@ def _placebo(study: CircuitStudy) -> list[str]:
     """A sentence about the same map of nothing."""
     if study.placebo is None:
         return []
-    table = study.placebo.frame().set_index(["kind", "map"])
-    trained, untrained = (table.loc[kind, "head, js"] for kind in ("trained", "untrained"))
+    by_map = {(row["kind"], row["map"]): row for row in records(study.placebo.frame())}
 
-    def passing(row: pd.Series) -> str:
-        return "" if np.isnan(row["named"]) else f", and {row['named']:.0f} pass the same test"
+    def sentence(kind: str, name: str, beginning: str) -> str:
+        row, trained = by_map[kind, name], by_map["trained", name]
+        passing = "" if np.isnan(row["named"]) else f", and {row['named']:.0f} pass the same test"
+        return (
+            f"{beginning} {row['largest']:.2g} nats ({name.rpartition(', ')[2]}; trained"
+            f" {trained['largest']:.2g}){passing}."
+        )
 
     parts = [
-        f"In the untrained model the largest effect of a head is {untrained['largest']:.2g} nats"
-        f" (js; trained {trained['largest']:.2g}){passing(untrained)}."
+        sentence("untrained", "head, js", "In the untrained model the largest effect of a head is")
     ]
     if "head, lex" in study.placebo.shuffled:
-        shuffled, of_lex = (
-            table.loc["labels shuffled", "head, lex"],
-            table.loc["trained", "head, lex"],
-        )
-        parts.append(
-            f"With shuffled labels it is {shuffled['largest']:.2g} nats (lex; trained"
-            f" {of_lex['largest']:.2g}){passing(shuffled)}."
-        )
+        parts.append(sentence("labels shuffled", "head, lex", "With shuffled labels it is"))
     return [" ".join(parts)]
 
 

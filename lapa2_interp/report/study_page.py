@@ -168,7 +168,8 @@ def _placebo_section(placebo: Placebo) -> Section:
         " with which training begins, and with the attributes of half of the prompts swapped, which"
         " changes only measures with a sign (lex, direct). Largest: the largest mean of a unit, by"
         " size. Named: units with family-wise p < .05 of either sign (8 prompts or more). Spearman:"
-        " of the order of units with the trained one.",
+        " of the order of units with the trained one. Named units of an untrained model have small"
+        " effects that are alike in all prompts: compare sizes.",
         figure,
         shown,
     )

@@ -55,30 +55,29 @@ def chat_fade(model: Model, run: Run) -> pd.DataFrame:
     tables = []
     for key, cell in run.by_key.items():
         if cell.branches[0].chat is None or cell.keeps_turns:
-            found = f"method {cell.method!r}" if cell.method != "chat" else "keep_turns"
+            method = f"method {cell.method!r}" if cell.method != "chat" else "keep_turns"
             raise MethodError(
                 "the fade of a chat is read from runs of method 'chat' without keep_turns, found"
-                f" {found}; generate it with method='chat'"
+                f" {method}; generate it with method='chat'"
             )
         check_weights(run.manifest(key), model)
-        samples, trace = run.samples(key), run.trace(key)
-        attention = np.full(len(samples), np.nan)
+        texts, trace = run.texts(key), run.trace(key)
+        attention = np.full(len(texts), np.nan)
         if trace is not None:
             # The steps of answers that ended early are NaN.
             masses = np.ma.masked_invalid(pooled(trace, "prefix")[0])
             attention = masses.mean(axis=1).filled(np.nan)
-        if "turn" not in samples:
-            samples["turn"] = 1
-        rows = []
-        for _, chat in samples.groupby(["prompt", "sample"], sort=False):
+        if "turn" not in texts:
+            texts["turn"] = 1
+        keys, effects = np.zeros(len(texts), int), np.full(len(texts), np.nan)
+        for _, chat in texts.groupby(["prompt", "sample"], sort=False):
             form = cell.branches[0].chat.filled(prompt=str(chat["prompt"].iloc[0]))
             answers = chat["continuation"].tolist()
-            for turn, (row, tokens) in enumerate(chat["tokens"].items()):
+            for turn, row in enumerate(texts.index.get_indexer(chat.index)):
                 layout = chat_layout(model.tokenizer, form, answers[:turn])
-                effect = np.nan
+                keys[row], tokens = len(layout), chat["tokens"].iloc[turn]
                 if len(tokens):
-                    effect = span_effect(model, layout, tokens, cell.augmentation).mean()
-                rows.append((row, len(layout), attention[row], effect))
-        frame = pd.DataFrame(rows, columns=["row", "keys", "attention", "effect"]).set_index("row")
-        tables.append(samples[["cell", "arm", "prompt", "sample", "turn"]].join(frame))
+                    effects[row] = span_effect(model, layout, tokens, cell.augmentation).mean()
+        table = texts[["cell", "arm", "prompt", "sample", "turn"]]
+        tables.append(table.assign(keys=keys, attention=attention, effect=effects))
     return pd.concat(tables, ignore_index=True)

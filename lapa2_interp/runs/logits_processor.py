@@ -16,6 +16,7 @@ from lapa2_interp.bias.layout import Layout
 from lapa2_interp.generation.loop import batch_start, log_probs_by_branch
 from lapa2_interp.generation.plan import plan_batches
 from lapa2_interp.generation.resolve import cell_of
+from lapa2_interp.methods.base import LogProbs
 from lapa2_interp.methods.freectrl import FreeCtrl
 from lapa2_interp.models.card import Model
 from lapa2_interp.runs.method_context import ModelContext
@@ -34,7 +35,8 @@ class MethodProcessor(LogitsProcessor):
         >>> model = load_model("tiny-llama", model_class="TransformersModel")
         >>> steered = MethodProcessor(model, "The lake", method="preadd", attribute="positive")
         >>> ids = model.tokenizer("The lake", return_tensors="pt").input_ids
-        >>> model.network.generate(ids, logits_processor=[steered], max_new_tokens=4).shape[0]
+        >>> network = model.original_model
+        >>> network.generate(ids, logits_processor=[steered], max_new_tokens=4).shape[0]
         1
 
     Args:
@@ -58,6 +60,8 @@ class MethodProcessor(LogitsProcessor):
         self.model, self.plan = model, plan_batches(model, cell, ModelContext(model))
         self.prompt = Layout.of(model.tokenizer, None, prompt).ids
         self.seen: Tensor | None = None
+        self.state: Any = None
+        self.log_probs: LogProbs = {}
 
     @torch.no_grad()
     def __call__(

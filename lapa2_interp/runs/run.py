@@ -32,6 +32,7 @@ from lapa2_interp._util.version import __version__
 from lapa2_interp.attention.trace import join_traces
 from lapa2_interp.generation.cell import Cell, same_label
 from lapa2_interp.runs.attention import ALIKE, SHOWN, Attention, HeadAttention, traced
+from lapa2_interp.runs.hub import SCORES, DataSet
 from lapa2_interp.runs.manifest import BatchRecord, Manifest
 from lapa2_interp.runs.store import (
     CELLS,
@@ -435,11 +436,23 @@ class Run:
             write_run(fresh, self)
         return load_run(folder)
 
-    def push_to_hub(self, repo_id: str, **settings: Any) -> str:
-        """Upload the texts, scores and manifests as a data set; see `hub.push_to_hub`."""
-        from lapa2_interp.runs.hub import push_to_hub
+    def data_set(self, scores: pd.DataFrame | None = None) -> DataSet:
+        """The finished cells as a data set of the Hugging Face hub.
 
-        return push_to_hub(self, repo_id, **settings)
+        Args:
+            scores: `Scored.scores` of this run; by default those that `lapa2 score` left in its
+                folder, if there are any.
+        """
+        file = None if self.folder is None else self.folder / "scores" / SCORES
+        if scores is None and file is not None and file.is_file():
+            scores = pd.read_parquet(file)
+        manifests = {key: self.manifest(key) for key in self.finished}
+        return DataSet(self.texts(), manifests, scores)
+
+    def push_to_hub(self, repo_id: str, scores: pd.DataFrame | None = None, **settings: Any) -> str:
+        """Upload `data_set` to the Hugging Face hub; arguments, result and errors as
+        `hub.DataSet.push`."""
+        return self.data_set(scores).push(repo_id, **settings)
 
     def _only(self, key: str | None) -> str:
         if key is None and len(self.by_key) != 1:

@@ -27,8 +27,8 @@ from lapa2_interp._util.values import Count, Natural, NotNegative, numbers_check
 from lapa2_interp.models.load import shared_tokenizer
 from lapa2_interp.models.machine import Dtype, print_if_slow
 from lapa2_interp.runs.run import load_run, shown_only
+from lapa2_interp.runs.store import ID_COLUMNS, write_parquet
 from lapa2_interp.runs.texts import (
-    ID_COLUMNS,
     as_words,
     at_lengths,
     in_parts,

@@ -13,6 +13,7 @@ A batch exists when its JSON exists, and a cell is finished when all its batches
 from __future__ import annotations
 
 import errno
+import json
 from collections.abc import Collection, Container, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -52,6 +53,8 @@ if TYPE_CHECKING:
     import xarray as xr
 
 LISTING, CELLS, SETTINGS, FAILED = "run.json", "cells", "cell.json", "failed.json"
+ID_COLUMNS = ("tokens", "context")
+"""Columns of token ids, which tables of scores leave out."""
 COLUMNS = ("prompt", "attribute", "sample", "text", "tokens", "n_tokens", "finish")
 """Columns that the texts of a batch have, at least."""
 TEXTS = ("prompt", "attribute", "text", "continuation", "finish")
@@ -335,7 +338,7 @@ def read_cell(folder: Path, key: str) -> Cell:
     except OSError as error:
         if not is_damage(error):
             raise
-        path = file if folder.is_dir() else folder
+        path = next((path for path in (folder.parent, folder) if not path.is_dir()), file)
         kind = "a folder" if path.is_dir() else "a file" if path.is_file() else "a loop of links"
         raise DamagedError(f"{path} is {kind}; remove it") from error
     except (ValueError, Lapa2Error) as error:
@@ -492,3 +495,19 @@ def writing(folder: Path) -> Iterator[None]:
             f"the disk of {folder} is full; every finished batch of rows is kept: make room and"
             " repeat the command"
         ) from error
+
+
+def write_parquet(table: pd.DataFrame, file: Path) -> None:
+    """Write a table whose columns may hold values of any types: these become text. Ids of tokens
+    stay as they are."""
+    words = [str(name) for name in table if table[name].dtype == object and name not in ID_COLUMNS]
+    table.assign(**{name: table[name].map(_plain) for name in words}).to_parquet(file, index=False)
+
+
+def _plain(value: Any) -> str | None:
+    """A value of a column as text; None where there is none."""
+    if isinstance(value, str):
+        return value
+    if pd.api.types.is_scalar(value) and pd.isna(value):
+        return None
+    return json.dumps(value, ensure_ascii=False, default=str)

@@ -5,7 +5,6 @@ Texts are whole, cut to shorter lengths, or in parts along their length.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -26,9 +25,6 @@ from lapa2_interp.runs.run import as_list, is_any_of, load_run
 from lapa2_interp.scoring.tables import CELL_COLUMNS, EXTRA_CELL_COLUMNS
 from lapa2_interp.tasks.corpora import READERS, read_table
 from lapa2_interp.tasks.segmentation import word_spans, words_between
-
-ID_COLUMNS = ("tokens", "context")
-"""Columns of token ids, which tables of scores leave out."""
 
 
 def read_texts(
@@ -119,22 +115,6 @@ def each_once(cells: Mapping[str, Cell]) -> list[str]:
             taken |= own
             chosen[key] = cell
     return [key for key in cells if key in chosen]
-
-
-def write_parquet(table: pd.DataFrame, file: Path) -> None:
-    """Write a table whose columns may hold values of any types: these become text. Ids of tokens
-    stay as they are."""
-    words = [str(name) for name in table if table[name].dtype == object and name not in ID_COLUMNS]
-    table.assign(**{name: table[name].map(_plain) for name in words}).to_parquet(file, index=False)
-
-
-def _plain(value: Any) -> str | None:
-    """A value of a column as text; None where there is none."""
-    if isinstance(value, str):
-        return value
-    if pd.api.types.is_scalar(value) and pd.isna(value):
-        return None
-    return json.dumps(value, ensure_ascii=False, default=str)
 
 
 def as_words(column: pd.Series) -> pd.Series:

@@ -108,8 +108,8 @@ def test_direct_effects_are_those_of_the_lens():
             steps = expected.attribution[:heads, 0, -example.n_steps :].T.numpy()
             direct = attributed.direct[i, branch].sum(-1)  # step layer head
             assert np.abs(direct.reshape(len(direct), -1) - steps).max() < 1e-5
-            whole = expected.attribution[:, 0, -example.n_steps :].sum(0).numpy()
-            assert np.abs(attributed.total[i, branch] - whole).max() < 1e-5
+            total = expected.attribution[:, 0, -example.n_steps :].sum(0).numpy()
+            assert np.abs(attributed.total[i, branch] - total).max() < 1e-5
 
 
 def test_an_untrained_model_has_the_weights_of_the_lens(tmp_path):

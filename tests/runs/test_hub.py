@@ -10,7 +10,6 @@ from huggingface_hub import DatasetCard, HfApi, metadata_load
 
 from lapa2_interp import generate
 from lapa2_interp._util.errors import RunError
-from lapa2_interp.runs.hub import push_to_hub, write_data_set
 from lapa2_interp.runs.score import score
 
 FILES = {"README.md", "texts.parquet", "manifests.json"}
@@ -38,7 +37,7 @@ def run():
 
 
 def test_a_run_in_memory_is_a_data_set(run, tmp_path):
-    folder = write_data_set(run, tmp_path / "data")
+    folder = run.data_set().save(tmp_path / "data")
     assert {file.name for file in folder.iterdir()} == FILES
     texts, expected = pd.read_parquet(folder / "texts.parquet"), run.texts()
     for name in ("text", "prompt", "arm", "cell"):
@@ -59,13 +58,13 @@ def test_a_run_in_memory_is_a_data_set(run, tmp_path):
 def test_scores_of_a_folder_go_with_it(run, tmp_path):
     saved = run.save(tmp_path / "run")
     scored = score(tmp_path / "run", scorers=["repetition"], out=tmp_path / "run" / "scores")
-    folder = write_data_set(saved, tmp_path / "data")
+    folder = saved.data_set().save(tmp_path / "data")
     stored = pd.read_parquet(folder / "scores.parquet")
     assert len(stored) == len(scored.scores)
     configs = metadata_load(folder / "README.md")["configs"]
     assert {config["data_files"] for config in configs} == {"texts.parquet", "scores.parquet"}
-    given = write_data_set(run, tmp_path / "given", scored)
-    pd.testing.assert_frame_equal(pd.read_parquet(given / "scores.parquet"), stored)
+    again = run.data_set(scored.scores).save(tmp_path / "again")
+    pd.testing.assert_frame_equal(pd.read_parquet(again / "scores.parquet"), stored)
 
 
 def test_a_push_is_one_private_data_set(run, tmp_path):
@@ -84,9 +83,9 @@ def test_a_push_is_one_private_data_set(run, tmp_path):
 def test_a_hub_that_is_not_reached_is_one_sentence(run):
     """HF_HUB_OFFLINE is set in tests."""
     with pytest.raises(RunError, match="the data set 'me/lake' was not uploaded"):
-        push_to_hub(run, "me/lake", api=HfApi(endpoint="http://127.0.0.1:1"))
+        run.push_to_hub("me/lake", api=HfApi(endpoint="http://127.0.0.1:1"))
     with pytest.raises(RunError, match="'a/b/c' was not uploaded"):
-        push_to_hub(run, "a/b/c")
+        run.push_to_hub("a/b/c")
 
 
 def test_a_run_without_texts_is_refused(run, tmp_path):
@@ -94,7 +93,7 @@ def test_a_run_without_texts_is_refused(run, tmp_path):
 
     empty = Run(None, run.listing, run.by_key)
     with pytest.raises(RunError, match="no finished cell to publish"):
-        write_data_set(empty, tmp_path / "data")
-    write_data_set(run, tmp_path / "data")
+        empty.data_set()
+    run.data_set().save(tmp_path / "data")
     with pytest.raises(RunError):
-        write_data_set(run, tmp_path / "data")
+        run.data_set().save(tmp_path / "data")

@@ -15,23 +15,28 @@ SETTINGS = {"attribute": "positive", "length": 20}
 @pytest.fixture(scope="module")
 def model():
     loaded = load("tiny-llama", "float64", "TransformersModel")
-    loaded.network.generation_config.eos_token_id = None
-    return loaded
+    settings = loaded.original_model.generation_config
+    end = settings.eos_token_id
+    settings.eos_token_id = None
+    yield loaded
+    settings.eos_token_id = end
 
 
 def texts(model, processor, **settings):
     ids = model.tokenizer(PROMPT, return_tensors="pt").input_ids
-    made = model.network.generate(ids, logits_processor=[processor], max_new_tokens=12, **settings)
+    made = model.original_model.generate(
+        ids, logits_processor=[processor], max_new_tokens=12, **settings
+    )
     return made[:, ids.shape[1] :].tolist()
 
 
 @pytest.mark.parametrize(
     "method",
-    ["prefix", "preadd", "rose", "arithmetic", "air-decoding", "gedi", "palette", "con-prefix"],
+    ["prefix", "preadd", "rose", "arithmetic", "air-decoding", "gedi", "palette"],
 )
 def test_greedy_texts_are_ours(model, method):
     settings = SETTINGS | {"method": method, "alpha": 0.5, "parameters": {"prefixes": "hard"}}
-    if method in ("rose", "con-prefix", "palette"):
+    if method in ("preadd", "rose", "palette"):
         settings.pop("parameters")
     ours = generate(model, PROMPT, top_k=1, **settings).texts()["tokens"][0]
     processor = MethodProcessor(model, PROMPT, **settings)
@@ -48,11 +53,10 @@ def test_samples_share_their_prompt_and_go_their_own_ways(model):
     for row in made:
         alone = MethodProcessor(model, PROMPT, method="preadd", **SETTINGS)
         ids = torch.tensor([[*alone.prompt]])
-        for token in [*row, None]:
+        for token in row:
             weights = alone(ids, torch.zeros(1, model.cfg.d_vocab, dtype=torch.float64))
-            if token is not None:
-                assert weights[0].argsort(descending=True)[:40].tolist().count(token) == 1
-                ids = torch.cat([ids, torch.tensor([[token]])], dim=1)
+            assert token in weights[0].topk(40).indices
+            ids = torch.cat([ids, torch.tensor([[token]])], dim=1)
 
 
 def test_what_it_cannot_do_is_refused(model):
