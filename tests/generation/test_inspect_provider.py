@@ -12,6 +12,9 @@ from inspect_ai.solver import generate
 from lapa2_interp import Augmentation, Layout, augmented
 from lapa2_interp._util.errors import AugmentationError
 
+pytestmark = pytest.mark.filterwarnings(  # Inspect's, about what it uses itself
+    "ignore::DeprecationWarning", "ignore::pytest.PytestUnraisableExceptionWarning"
+)
 TASK = Path(__file__).parents[2] / "analyses" / "inspect" / "who_speaks.py"
 CHAT = [
     {"role": "system", "content": "You are a sailor."},
@@ -33,7 +36,9 @@ def evaluated(task, tmp_path, model="lapa2/smollm2-135m", settings=SETTINGS, **a
 
 def test_two_samples_of_our_task(tmp_path):
     """Both at once, by the one worker."""
-    log = evaluated(f"{TASK}@who_speaks", tmp_path, limit=2, alpha=0.5, span="system")
+    log = evaluated(
+        f"{TASK}@who_speaks", tmp_path, settings=SETTINGS | {"limit": 2}, alpha=0.5, span="system"
+    )
     assert log.status == "success", log.error
     assert [sample.output.usage.output_tokens for sample in log.samples] == [6, 6]
     assert 0 <= log.results.scores[0].metrics["mean"].value <= 1
