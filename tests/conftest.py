@@ -24,6 +24,7 @@ import multiprocessing
 import signal
 import tarfile
 from collections import Counter
+from importlib.util import find_spec
 from itertools import chain
 from multiprocessing import forkserver
 from zlib import crc32
@@ -64,11 +65,18 @@ of families is that of the newest transformer-lens."""
 OF_BOTH = ("conformance", "hooked", "models")
 """Beside a HookedTransformer all of these files, and of the others the tests that are given a model
 class: the rest would run the same code again."""
+NEEDED = {
+    "attention/test_lm_eval.py": "lm_eval",
+    "generation/test_inspect_provider.py": "inspect_ai",
+}
+"""Tests of what an extra brings, and its module: `make test-harness` has the extras."""
+LACKING = [file for file, module in NEEDED.items() if find_spec(module) is None]
 collect_ignore = [*OF_BRIDGES] if HAS_HOOKED else ["attention/test_hooked.py"]
 LOWEST = os.environ.get("LAPA2_LOWEST") == "1"
 """In the environment of the oldest versions, `make lowest`, every test that is named runs."""
 if LOWEST:
     collect_ignore = []
+collect_ignore += LACKING
 
 
 def pytest_collection_modifyitems(config, items):

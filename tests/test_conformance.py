@@ -63,8 +63,9 @@ RULES = {
     "ratio": Augmentation(alpha=1, law="ratio", tau=0.9, pooled=True, phase="everywhere"),
     "two": (Augmentation(alpha=0.5), Augmentation(alpha=0.5, law="cut", span="bos")),
     "PASTA": recipe("pasta", alpha=0.1, heads=((0, 1),)),
+    "multiply": Augmentation(alpha=0.5, law="multiply", span="all", phase="after_span"),
 }
-UNKNOWN_TO_THE_ORACLE = ("cut", "target", "ratio", "two", "PASTA")
+UNKNOWN_TO_THE_ORACLE = ("cut", "target", "ratio", "two", "PASTA", "multiply")
 POOLED = "ratio"
 """Its bias depends on all queries of a pass, so that one pass is no measure of decoding."""
 PROMPTS = {
@@ -722,8 +723,9 @@ def the_bias_is_that_of_a_float_mask(subject: Subject) -> Compared:
 MATRIX_NOTES = {
     "Gemma 2": "its scores have a cap",
     "VaultGemma": "its scores have a cap",
+    "multiply": "a law that multiplies scores",
 }
-"""By family, why layers form the matrix in a pass that should go without."""
+"""By family or rule, why layers form the matrix in a pass that should go without."""
 
 
 @contextmanager
@@ -760,7 +762,8 @@ def fused_is_the_matrix(subject: Subject) -> Compared:
         with augmented(model, subject.rule, subject.layouts[0]) as paths:
             if case.texts != "soft":
                 model(subject.ids(0))
-                note = MATRIX_NOTES.get(case.model, "fused")
+                notes = (MATRIX_NOTES[key] for key in case[:3] if key in MATRIX_NOTES)
+                note = next(notes, "fused")
                 assert {*paths.values()} == {note}, "no layer forms the matrix without a word"
         computed = [subject.one_pass(row, subject.rule) for row in (0, 1)]
         if case.rule != POOLED:
@@ -796,7 +799,7 @@ STATIC_NOTES = {
     ),
     # It makes a number into a tensor, which a graph of a GPU can hold.
     ("Gemma 3 with images", "cpu"): "cannot be captured",
-    "target": "a law reads the scores", "ratio": "a law reads the scores",
+    **dict.fromkeys(("target", "ratio", "multiply"), "a law reads the scores"),
 }  # fmt: skip
 """By family, family and device, or rule, why steps are not static, or not captured."""
 

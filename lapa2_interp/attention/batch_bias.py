@@ -1,8 +1,8 @@
 """The bias of a batch of rows on the attention scores of a forward pass.
 
-Every row has any number of augmentations. Augmentations whose bias is a function of the length are
-added first. A law that reads the scores then computes, in each head and at each query, the log-odds
-of attention on its span:
+Every row has any number of augmentations. Those that multiply scores act first. Those whose bias
+is a function of the length are added next. A law that reads the scores then computes, in each head
+and at each query, the log-odds of attention on its span:
 
     logit(A) = lse(scores on the span) - lse(all other scores)
 
@@ -13,8 +13,9 @@ together, so that each span gets its share: with the sums over their spans,
     b_i = alpha_i * (log(tau_i) - log(1 - sum_j tau_j) - (lse_i - lse(keys in none of them)))
 
 The first augmentations of all rows make a *term*, the second ones another, so that a term has at
-most one of each row: `_Term` has what no pass changes. In a pass it becomes a `_LengthPassTerm`,
-with its b, or a `_ScorePassTerm`, with the queries at which it acts.
+most one of each row: `Term` has what no pass changes. In a pass it becomes a `_LengthPassTerm`,
+with its b, a `_FactorPassTerm`, with its factor less 1, or a `_ScorePassTerm`, with the queries at
+which it acts.
 """
 
 from __future__ import annotations
@@ -27,11 +28,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.nn.functional import pad
 
 from lapa2_interp._util.errors import AugmentationError, LayoutError
+from lapa2_interp.attention.terms import Term
 from lapa2_interp.bias.augmentation import BIAS_CAP, Augmentation, steps_overlap
 from lapa2_interp.bias.layer_types import FULL_ATTENTION, NO_ATTENTION, LayerType, distinct_types
 from lapa2_interp.bias.layout import Layout
@@ -40,109 +42,6 @@ from lapa2_interp.models.span_attention import SpanScores
 CapCallback = Callable[[int, Tensor, int], None]
 """Called with a layer, the mask of biases that were cut at +-BIAS_CAP [row head query], and the
 slot of the first query."""
-
-
-def _selected_heads(
-    augmentation: Augmentation, size: tuple[int, int], attends: Bool[np.ndarray, " layer"]
-) -> Bool[np.ndarray, "layer head"]:
-    """The heads that an augmentation reaches in a model with layers without attention.
-
-    Raises:
-        AugmentationError: Such a layer is named, or none of the chosen layers has attention.
-    """
-    chosen = augmentation.head_mask(*size)
-    lost = np.flatnonzero(chosen.any(1) & ~attends)
-    named = not isinstance(augmentation.layers, str) or augmentation.heads != "all"
-    if len(lost) and (named or not chosen[attends].any()):
-        raise AugmentationError(
-            f"layer {lost[0]} has no attention, so nothing can be augmented there; layers with"
-            f" attention: {', '.join(map(str, np.flatnonzero(attends)))}"
-        )
-    return chosen & attends[:, None]
-
-
-class _Term:
-    """At most one augmentation for each row, with static masks of keys and heads."""
-
-    def __init__(
-        self,
-        augmentations: Sequence[Augmentation | None],
-        layouts: Sequence[Layout],
-        size: tuple[int, int],
-        attends: Bool[np.ndarray, " layer"],
-    ) -> None:
-        # The keys and heads of each row.
-        self.augmentations, self.layouts = list(augmentations), list(layouts)
-        keys = np.zeros((len(layouts), max(len(layout) for layout in layouts)), bool)  # row key
-        heads = np.zeros((size[0], len(layouts), size[1]), bool)  # layer row head
-        chosen = {
-            augmentation: _selected_heads(augmentation, size, attends)
-            for augmentation in set(augmentations)
-            if augmentation is not None
-        }
-        for row, (augmentation, layout) in enumerate(zip(augmentations, layouts, strict=True)):
-            if augmentation is not None:
-                for span in layout.spans(augmentation.span):
-                    keys[row, span.start : span.stop] = True
-                heads[:, row] = chosen[augmentation]  # layer head
-        # The last key, the layers, and the rows of each law that reads the scores.
-        self.stop = int(np.flatnonzero(keys.any(0)).max(initial=-1)) + 1
-        self.keys, self.heads = keys[:, : self.stop], heads
-        self.layers = [layer for layer in range(size[0]) if heads[layer].any()]
-        biased = [augmentation is not None for augmentation in augmentations]
-        self.every_head = bool(heads[self.layers][:, biased].all())
-        self.rows_by_rule = {
-            augmentation: [
-                row for row, row_rule in enumerate(augmentations) if row_rule == augmentation
-            ]
-            for augmentation in set(augmentations)
-            if augmentation is not None and augmentation.reads_scores
-        }
-
-    def length_biases(
-        self, slots: Int[np.ndarray, " query"], layer_type: LayerType
-    ) -> Float[np.ndarray, "row query"]:
-        """b of every row and query in layers of one type, for laws that depend on the length."""
-        return self._by_row(
-            slots,
-            # `check_bias` also checks a user's custom law.
-            lambda augmentation, layout: augmentation.check_bias(
-                layout.bias(augmentation, slots, layer_type)
-            ),
-            np.zeros(len(slots)),
-        )
-
-    def acting_queries(
-        self, slots: Int[np.ndarray, " query"], layer_type: LayerType
-    ) -> Bool[np.ndarray, "row query"]:
-        """The queries at which laws that read the scores act, in layers of one type."""
-        return self._by_row(
-            slots,
-            lambda augmentation, layout: layout.acts(augmentation, slots, layer_type),
-            np.zeros(len(slots), bool),
-        )
-
-    def _by_row(
-        self,
-        slots: Int[np.ndarray, " query"],
-        read: Callable[[Augmentation, Layout], np.ndarray],
-        nothing: np.ndarray,
-    ) -> np.ndarray:
-        """A value of every row and query, read once for samples that share a prompt's layout."""
-        values: dict[tuple[int, int], np.ndarray] = {}
-        for augmentation, layout in zip(self.augmentations, self.layouts, strict=True):
-            if (id(augmentation), id(layout)) in values:
-                continue
-            value = nothing if augmentation is None else read(augmentation, layout)
-            if augmentation is not None and augmentation.phase == "predicting_only":
-                value = np.where(slots == slots[-1], value, nothing)
-            values[id(augmentation), id(layout)] = value
-        return np.stack(
-            [
-                values[id(augmentation), id(layout)]
-                for augmentation, layout in zip(self.augmentations, self.layouts, strict=True)
-            ]
-        )
 
 
 @dataclass
@@ -154,7 +53,7 @@ class _PassTerm:
         keys, heads: Masks of its keys and heads.
     """
 
-    static: _Term
+    static: Term
     keys: Bool[Tensor, "row _"]
     heads: Bool[Tensor, "layer row head"]
 
@@ -191,6 +90,23 @@ class _LengthPassTerm(_PassTerm):
         if self.b_keys is None:
             self.b_keys = _on_keys(self.keys, self.b, n_keys)
         return self.b_keys
+
+
+@dataclass
+class _FactorPassTerm(_LengthPassTerm):
+    """It multiplies the scores of its keys by 1 + `b`; in rows of `beyond` also those of keys after
+    its layouts."""
+
+    beyond: Bool[Tensor, "row 1 1 1"] | None = None
+
+    def multiply(
+        self, layer: int, scores: Float[Tensor, "row head query key"], lowest: float
+    ) -> Float[Tensor, "row head query key"]:
+        """The scores times the factor; those that a mask hides, at most `lowest`, as they are."""
+        assert self.beyond is not None
+        later = torch.arange(scores.shape[3], device=scores.device) >= self.keys.shape[1]
+        b_keys = torch.where(self.beyond & later, self.b[..., None], self.on_keys(scores.shape[3]))
+        return torch.where(scores > lowest, scores * (1 + self.of_heads(layer, b_keys)), scores)
 
 
 @dataclass
@@ -231,20 +147,24 @@ class BatchBias:
         self.size, self.layer_types = size, tuple(layer_types or [FULL_ATTENTION] * size[0])
         attends = np.array([layer_type != NO_ATTENTION for layer_type in self.layer_types])
         self.n_rows = len(self.layouts)
-        length_rules, score_rules = (
-            [[rule for rule in row if rule.reads_scores == reads] for row in augmentations]
-            for reads in (False, True)
-        )
-        self.length_terms, self.score_terms = (
+        length_rules, score_rules, factor_rules = (
             [
-                _Term([row[i] if i < len(row) else None for row in kind], layouts, size, attends)
+                [rule for rule in row if (rule.reads_scores, rule.multiplies) == kind]
+                for row in augmentations
+            ]
+            for kind in ((False, False), (True, False), (False, True))
+        )
+        self.length_terms, self.score_terms, self.factor_terms = (
+            [
+                Term([row[i] if i < len(row) else None for row in kind], layouts, size, attends)
                 for i in range(max(map(len, kind)))
             ]
-            for kind in (length_rules, score_rules)
+            for kind in (length_rules, score_rules, factor_rules)
         )
-        terms = [*self.length_terms, *self.score_terms]
+        terms = [*self.factor_terms, *self.length_terms, *self.score_terms]
         self.layers = sorted({layer for term in terms for layer in term.layers})
         self.score_law_layers = {layer for term in self.score_terms for layer in term.layers}
+        self.factor_layers = {layer for term in self.factor_terms for layer in term.layers}
         self.last_key = max((term.stop for term in terms), default=0)
         self.query_phase_rules = [
             (augmentation, layout)
@@ -373,12 +293,16 @@ class BatchBias:
                 return there.repeat_interleave(copies, axis)
 
             terms: list[_PassTerm] = []
-            for term in self.length_terms:
+            for term in (*self.factor_terms, *self.length_terms):
                 b = term.length_biases(slots, layer_type)
                 if b.any():
                     keys, heads = copy_rows(term.keys), copy_rows(term.heads, 1)
                     b_rows = copy_rows(b, dtype=wide)[:, None]  # row 1 query
-                    terms.append(_LengthPassTerm(term, keys, heads, b_rows))
+                    made = _LengthPassTerm(term, keys, heads, b_rows)
+                    if term in self.factor_terms:
+                        beyond = copy_rows(term.of_all_keys)[:, None, None, None]
+                        made = _FactorPassTerm(term, keys, heads, b_rows, beyond=beyond)
+                    terms.append(made)
             for term in self.score_terms:
                 acts = term.acting_queries(slots, layer_type)
                 if acts.any():
@@ -406,11 +330,14 @@ class BatchBias:
         terms = self._acting_terms(layer, len(scores), queries, scores.device, wide)
         if not terms:
             return scores
-        # Add the biases that depend on the length (Algorithm 1, lines 7 and 15), then those that
-        # depend on the scores.
+        # Multiply; add the biases that depend on the length (Algorithm 1, lines 7 and 15), then
+        # those that depend on the scores.
+        lowest = torch.finfo(scores.dtype).min / 2
         scores = scores.to(wide)
         for term in terms:
-            if isinstance(term, _LengthPassTerm):
+            if isinstance(term, _FactorPassTerm):
+                scores = term.multiply(layer, scores, lowest)
+            elif isinstance(term, _LengthPassTerm):
                 scores = scores + term.of_heads(layer, term.on_keys(scores.shape[3]))
         score_terms = [term for term in terms if isinstance(term, _ScorePassTerm)]
         if score_terms:
@@ -423,7 +350,7 @@ class BatchBias:
         return scores
 
     def add_to_spans(self, layer: int, scores: SpanScores) -> None:
-        """`add`, to scores that are never formed.
+        """`add`, to scores that are never formed, and so not multiplied (`factor_layers`).
 
         Raises:
             LayoutError: As `add`.

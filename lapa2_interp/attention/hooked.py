@@ -5,9 +5,9 @@ A TransformerLens model has hook points, a plain transformers model the interfac
     with augmented(model, Augmentation(alpha=0.5), Layout.of(model.tokenizer, "Very positive:", "The lake")):
         logits = model(tokens)
 
-1. Before each forward pass note the number of cached keys: with the layouts, it gives every query's
-   slot and l. The last dimension of a score tensor would not give l: padding and fixed-size caches
-   make it larger than l.
+1. Before each forward pass note the number of cached keys: with the layouts, that number gives
+   every query's slot and l. The last dimension of a score tensor would not give l: padding and
+   fixed-size caches make that dimension larger than l.
 2. At `blocks.{i}.attn.hook_attn_scores` ([row, head, query, key], masked, before softmax) add b(l)
    to the span's keys, row by row, in at least float32 (Eq. 9).
 3. At `blocks.{i}.attn.hook_pattern` let an observer read the pattern, and give half-precision
@@ -64,8 +64,8 @@ from lapa2_interp.models.span_attention import SpanScores
 class Observer(Protocol):
     """A reader of attention patterns while the model runs, such as `attention.recorder.Recorder`.
 
-    If it has a method `capped`, that is called before `observe` of the same layer and pass, with
-    the mask of the biases that were cut at +-BIAS_CAP (`batch_bias.CapCallback`).
+    A method `capped`, if the reader has one, is called before `observe` of the same layer and pass,
+    with the mask of the biases that were cut at +-BIAS_CAP (`batch_bias.CapCallback`).
     """
 
     def observe(self, layer: int, pattern: Float[Tensor, "row head query key"], first: int) -> None:
@@ -98,11 +98,11 @@ def augmented(
 ) -> Iterator[Any]:
     """Apply an augmentation to every forward pass of a model inside the block.
 
-    It works with `model(tokens)`, `run_with_cache`, `run_with_hooks`, KV caches and other hooks.
-    The forward pass must read the layout's keys: `layout.tensor`, or left-padded rows of several
-    layouts (`PaddedRows.of`) with their attention mask; positions that are not given come from the
-    layouts. A prompt may be read in several passes with a cache. A plain transformers model may
-    also `generate`, by sampling or with beams:
+    The augmentation works with `model(tokens)`, `run_with_cache`, `run_with_hooks`, KV caches and
+    other hooks. The forward pass must read the layout's keys: `layout.tensor`, or left-padded rows
+    of several layouts (`PaddedRows.of`) with their attention mask; positions that are not given
+    come from the layouts. A prompt may be read in several passes with a cache. A plain transformers
+    model may also `generate`, by sampling or with beams:
 
         with augmented(hf_model, Augmentation(alpha=0.5), layout):
             mask = torch.ones_like(layout.tensor)
@@ -118,8 +118,8 @@ def augmented(
     Such rows are augmented at every query after the span, unless the augmentation names a phase.
     The first token of a row counts as BOS unless it is in the span.
 
-    Hooks on scores that are added before the block act before the augmentation, and those added
-    inside it after. So a law that reads the scores belongs in the innermost block.
+    Hooks on scores that are added before the block act before the augmentation, and hooks added
+    inside the block after. So a law that reads the scores belongs in the innermost block.
 
     Example:
         >>> from lapa2_interp import Augmentation, Layout, augmented, load_model
@@ -151,20 +151,21 @@ def augmented(
     Yields:
         Of a plain transformers model: by layer, the path of the last pass of several queries,
         "fused", or the reason why the pass has formed the matrix of scores
-        (`models.attention_interface`). Empty with hooks, which always form it. With `find` its
-        `bias.find_spans.SpanFinder`, with the numbers `rows` and `left` of rows read and left.
+        (`models.attention_interface`). Empty with hooks, which always form the matrix. With
+        `find` a `bias.find_spans.SpanFinder`, with the numbers `rows` and `left` of rows read and
+        left.
 
     Raises:
         AugmentationError: Layers or heads the model does not have, or a bias that is too large.
-        ModelError: The model is none of these, or compiled, or in training mode with gradient
+        ModelError: The model is of another class, or compiled, or in training mode with gradient
             checkpointing; or a block or pass is another thread's or a copy's; or its queries see
             other keys than its configuration says.
         TraceError: A recorder was made for layers of other types.
         DeadHookError: A pass did not call the augmentation, since hooks or attention function were
             changed inside the block.
         LayoutError: A span lies outside the sequence; the numbers of augmentations, layouts and
-            rows of the forward pass differ; it reads other tokens or masks other slots than the
-            layouts have; it mixes rotary factors (`rotary.refuse_mixed_rotary`); a cache has
+            rows of the forward pass differ; the pass reads other tokens or masks other slots than
+            the layouts have, or mixes rotary factors (`rotary.refuse_mixed_rotary`); a cache has
             dropped keys; or, under phase "predicting_only", a cache holds keys that were computed
             under the augmentation; or the network reads padded rows otherwise than alone
             (`positions.rows_problem`, tried once for each network by short passes). With `find`,
@@ -228,6 +229,8 @@ def augmented(
             observer.observe_spans(layer, scores)
 
     def needs_matrix(layer: int, differentiated: bool) -> str | None:
+        if layer in bias.factor_layers:
+            return "a law that multiplies scores"
         if differentiated and layer in bias.score_law_layers:
             return "the gradient of a law that reads the scores"
         return observer.needs_patterns(layer) if isinstance(observer, SpanObserver) else None
@@ -336,7 +339,7 @@ def refuse_sinks(model: Model) -> Iterator[None]:
     """Refuse, inside the block, a model whose attention has a learned sink beside its keys.
 
     Raises:
-        DeadHookError: It has one.
+        DeadHookError: The model has a sink.
     """
     if (plain := plain_network(model)) is not None:
         if any(name.endswith(".sinks") for name, _ in plain.named_parameters()):

@@ -4,7 +4,8 @@ Neurons are set while the model runs, and those that promote a token are found.
 
 A neuron is set at `blocks.{i}.mlp.hook_pre`, before the activation function, or at
 `blocks.{i}.mlp.hook_post`, after it. A gated MLP multiplies two projections, and only the product
-is a neuron's activation: there it is always `hook_post`, the input of the down-projection.
+is a neuron's activation: there a neuron is always set at `hook_post`, the input of the
+down-projection.
 """
 
 from __future__ import annotations
@@ -90,7 +91,7 @@ def assert_neurons_live(model: Model) -> None:
     """Check that setting the last layer's neurons moves the logits.
 
     Raises:
-        DeadHookError: There is no hook point, or it is ignored.
+        DeadHookError: There is no hook point, or the model ignores the hook.
     """
     ids = torch.zeros((1, 2), dtype=torch.long, device=model.cfg.device)
     first_eight = {model.cfg.n_layers - 1: torch.arange(8)}

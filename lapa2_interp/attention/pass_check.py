@@ -139,7 +139,7 @@ class PassCheck:
             scores: As the model has masked them, before any hook.
 
         Raises:
-            ModelError: It does.
+            ModelError: The layer sees other keys.
         """
         last = first + scores.shape[2] - 1
         if scores.shape[2] == 1 and last % MASK_CHECK_INTERVAL:
@@ -183,7 +183,7 @@ class PassCheck:
         """Refuse a pass that does not mask its layouts' padding: spans would cover other keys.
 
         Masks that transformers' `generate` makes (one for each layer type, or by query) are not
-        checked; they come from the padding that it was given.
+        checked; transformers makes the masks from the padding it was given.
         """
         mask, width = arguments.get("attention_mask"), self.live.shape[1]
         start = 0

@@ -3,9 +3,10 @@
 The tensors of such a step keep their places. A model that asks for these steps has them in
 `continued_rows`.
 
-A step of one token a row launches hundreds of small operations, and on a GPU starting them takes
-longer than computing them. A graph starts them all at once, but it always reads and writes the same
-places in memory. So keys and values, mask and bias lie here in tensors of a fixed size:
+A step of one token a row launches hundreds of small operations, and on a GPU starting the
+operations takes longer than computing them. A graph starts all operations at once, but a graph
+always reads and writes the same places in memory. So keys and values, mask and bias lie here in
+tensors of a fixed size:
 
 1. Before the pass, outside the graph: write the slot of the new keys, unmask it, and compute the
    bias of this step's l, while the device still computes the step before; then the tokens and their
@@ -13,7 +14,7 @@ places in memory. So keys and values, mask and bias lie here in tensors of a fix
 2. The pass: the keys of a fixed number of slots, a *bucket* (128, 256, 512, ...) that holds the
    live ones. Later slots are masked. So a step reads at most twice the live keys, and a text needs
    few graphs. Each layer adds the bias to its scores and copies its pattern.
-3. After it: the recorder reads the patterns of all layers at once.
+3. After the pass: the recorder reads the patterns of all layers at once.
 
 Combining branches and drawing stay outside, because methods have conditions on values.
 
@@ -217,8 +218,8 @@ class StaticRows(BridgeRows):
         self._prepare()
 
     def _prepare(self) -> None:
-        """Write all that the next step reads besides its tokens: a GPU takes it while it computes
-        the last one."""
+        """Write all that the next step reads besides its tokens: a GPU is told so while the last
+        step computes."""
         step = self.step
         first, width = step.first, bucket(step.first + 1)
         if first == step.mask.shape[3]:
@@ -304,7 +305,8 @@ def static_problem(
         return "the model has hooks, so load it with model class TransformersModel"
     if not isinstance(rows, BridgeRows):
         return "the method or the phase reads tokens again, or a chat keeps its turns"
-    if any(rule.reads_scores for row in augmentations for rule in active_augmentations(row)):
+    rules = [rule for row in augmentations for rule in active_augmentations(row)]
+    if any(rule.reads_scores or rule.multiplies for rule in rules):
         return "a law reads the scores"
     if rotary_limit(network.config) is not None:
         return "the model's rotary factors depend on the length of a text"

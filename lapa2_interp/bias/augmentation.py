@@ -24,10 +24,13 @@ ratio      alpha * max(0, log(tau / A))           Spotlight (arXiv 2505.12025), 
                                                   `pooled`: one A for each pass, as released
 power      logit(A^k) - logit(A),                 split-softmax (arXiv 2402.10962)
            k = 1 / (1 + alpha)
+multiply   none: scores times 1 + alpha, or       DIRECTER (arXiv 2603.06745) on the span; on all
+           1 + alpha * (log(l) / log(l0) - 1)     keys log-n, SSMax (arXiv 2501.19399: ln(l0) = 1/s)
 =========  =====================================  =================================================
 
-The last three read the scores of the forward pass. A bias b on a span adds b to logit(A), whatever
-the scores are (`bias.theory.shifted_share`), so all of them are functions of logit(A): `shift`.
+`target`, `ratio` and `power` read the scores of the forward pass. A bias b on a span adds b to
+logit(A), whatever the scores are (`bias.theory.shifted_share`), so all of them are functions of
+logit(A): `shift`. What `multiply` does depends on every score.
 
 Two profiles fill the fields that are not given:
 
@@ -65,7 +68,9 @@ from lapa2_interp._util.errors import AugmentationError, validation_message
 from lapa2_interp._util.values import Natural, Positive
 from lapa2_interp.bias.places import FORMS, read_place
 
-Law = Literal["log", "linear", "sqrt", "constant", "scale", "cut", "target", "ratio", "power"]
+Law = Literal[
+    "log", "linear", "sqrt", "constant", "scale", "cut", "target", "ratio", "power", "multiply"
+]
 PAPER_LAWS = ("log", "linear", "sqrt", "constant")
 Profile = Literal["paper", "released"]
 LengthRule = Literal["paper", "kv"]
@@ -73,7 +78,7 @@ Phase = Literal["decode", "last_query", "after_span", "everywhere", "predicting_
 Slots = Annotated[tuple[tuple[int, int], ...], Field(min_length=1)]
 Positions = tuple[Literal["prefix"], Annotated[tuple[Natural, ...], Field(min_length=1)]]
 """Positions within the prefix, 0 being its first token: ("prefix", (1, 2))."""
-SpanRule = Literal["prefix", "prefix+bos", "bos", "input", "released"] | Positions | Slots
+SpanRule = Literal["prefix", "prefix+bos", "bos", "input", "released", "all"] | Positions | Slots
 LayerRule = (
     Literal["all", "bottom", "top", "even", "odd"]
     | Annotated[tuple[Natural, ...], Field(min_length=1)]
@@ -92,6 +97,7 @@ ALPHA_BOUNDS = {
     "cut": (0.0, 1.0),
     "target": (0.0, 1.0),
     "ratio": (0.0, 1.0),
+    "multiply": (-1.0, math.inf),
 }
 """Allowed alphas; [0, inf) for the other laws."""
 BIAS_CAP = 20.0
@@ -103,8 +109,8 @@ the shares within a span) keep less than three digits."""
 MAX_LOG_ODDS = 80.0
 """Log-odds are clipped to +-MAX_LOG_ODDS: float32 cannot hold a more extreme share."""
 FIELD_FORMS = {
-    "span": "'prefix', 'prefix+bos', 'bos', 'input', 'released', slots ((start, stop), ...) or a"
-    " text such as '1:4,6:8', or positions within the prefix ('prefix', (position, ...)) or"
+    "span": "'prefix', 'prefix+bos', 'bos', 'input', 'released', 'all', slots ((start, stop), ...)"
+    " or a text such as '1:4,6:8', or positions within the prefix ('prefix', (position, ...)) or"
     " 'prefix:0,2'",
     "steps": FORMS["steps"],
     "layers": f"'all', 'bottom', 'top', 'even', 'odd', or {FORMS['layers']}",
@@ -126,14 +132,14 @@ class Augmentation(BaseModel):
         1.609
 
     Args:
-        alpha: Strength: >= 0; of law "scale" any number, and of "cut", "target" and "ratio" at most
-            1. At 0 nothing is added.
+        alpha: Strength: >= 0; of law "scale" any number, of "multiply" from -1, and of "cut",
+            "target" and "ratio" at most 1. At 0 nothing is added.
         profile: "paper" (Algorithm 1) or "released" (what the released code computes); fills
             `span`, `length_rule` and `phase` where they are not given.
         law: The bias as a function of l, or of the attention on the span
             (docs/methods.md has the table).
-        l0: The fixed length of the constant law (the paper's ablation uses 128); required there,
-            refused elsewhere.
+        l0: The fixed length of the constant law (the paper's ablation uses 128), which needs it;
+            of law "multiply" the length, above 1, at which its factor is 1. Refused elsewhere.
         tau: The attention on the span that the laws "target" and "ratio" aim at, in (0, 1);
             required there, refused elsewhere.
         floor: True if law "target" only raises the attention and never lowers it.
@@ -142,7 +148,8 @@ class Augmentation(BaseModel):
             with a cache (the prompt in one pass, then one token in each) differs from one pass over
             the whole text.
         span: The keys that are boosted: "prefix" (its exact tokens), "prefix+bos", "bos", "input"
-            (all keys up to the end of the prompt), "released" (the first n slots, n being what the
+            (all keys up to the end of the prompt), "all" (every key; law "multiply" only),
+            "released" (the first n slots, n being what the
             tokenizer counts for the prefix alone), explicit `((start, stop), ...)` over live slots,
             0 being the first key (BOS), or `("prefix", (position, ...))`, tokens of the prefix, 0
             being its first.
@@ -162,8 +169,8 @@ class Augmentation(BaseModel):
 
             "last_query" is t >= T of Algorithm 1. Under "predicting_only" a token is augmented only
             in the pass that predicts the next one, so the cached keys and values are those of a
-            model without the augmentation. Of a span inside the prefix, "after_span" begins after
-            the prefix.
+            model without the augmentation. Of a span inside the prefix, and of "all", "after_span"
+            begins after the prefix.
         steps: `(a, b)`: only the queries that predict the generated tokens a, ..., b - 1; 0 is the
             first.
         layers: "all", "bottom" (first half), "top" (second half), "even", "odd" or explicit layer
@@ -224,14 +231,22 @@ class Augmentation(BaseModel):
         # Each law has bounds of alpha and its own fields.
         low, high = ALPHA_BOUNDS.get(self.law, (0.0, math.inf))
         if not low <= self.alpha <= high:
-            allowed = f"from 0 to {high:g}" if high < math.inf else "greater than or equal to 0"
+            above = f"greater than or equal to {low:g}"
+            allowed = f"from 0 to {high:g}" if high < math.inf else above
             raise ValueError(f"alpha of law {self.law!r} should be {allowed}, found {self.alpha:g}")
         if self.law == "constant" and self.l0 is None:
             raise ValueError(
                 "the constant law needs l0, the length its bias is frozen at (the paper uses 128)"
             )
-        if self.law != "constant" and self.l0 is not None:
-            raise ValueError(f"l0 belongs to the constant law, not to law {self.law!r}")
+        if self.law not in ("constant", "multiply") and self.l0 is not None:
+            raise ValueError(f"l0 belongs to the laws constant and multiply, not to {self.law!r}")
+        if self.law == "multiply" and self.l0 is not None and self.l0 <= 1:
+            raise ValueError(f"l0 of law 'multiply' should be above 1, found {self.l0:g}")
+        if self.span == "all" and self.law != "multiply":
+            raise ValueError(
+                f"a bias on all keys changes nothing; span 'all' is for law 'multiply', not for law"
+                f" {self.law!r}"
+            )
         if self.law in ("target", "ratio") and self.tau is None:
             raise ValueError(f"law {self.law!r} needs tau, the attention it aims at, such as 0.3")
         if self.law not in ("target", "ratio") and self.tau is not None:
@@ -273,6 +288,11 @@ class Augmentation(BaseModel):
         return self.law in SCORE_LAWS
 
     @property
+    def multiplies(self) -> bool:
+        """True if it multiplies scores, and adds nothing."""
+        return self.law == "multiply"
+
+    @property
     def follows_released_code(self) -> bool:
         """True if it follows the released code, whose span is the first slots of the cache."""
         return "released" in (self.profile, self.span)
@@ -297,8 +317,8 @@ class Augmentation(BaseModel):
                 one for each l.
 
         Returns:
-            The bias at each length, float64. The log law is 0 where l <= n; under profile
-            "released" every law is. -inf where the span is blocked.
+            The bias at each length, float64; of law "multiply" the factor less 1. The log law is 0
+            where l <= n; under profile "released" every law is. -inf where the span is blocked.
 
         Raises:
             AugmentationError: The law reads the scores, so that l does not decide b; see `shift`.
@@ -318,6 +338,9 @@ class Augmentation(BaseModel):
                 b = np.full_like(l, self.alpha)
             case "cut":
                 b = np.full_like(l, math.log1p(-self.alpha) if self.alpha < 1 else -math.inf)
+            case "multiply":
+                over = np.ones_like(l) if self.l0 is None else np.log(l) / math.log(self.l0) - 1
+                b = self.alpha * over
             case _:
                 raise AugmentationError(
                     f"the bias of law {self.law!r} depends on the attention on the span, not on l"
@@ -351,7 +374,15 @@ class Augmentation(BaseModel):
         Returns:
             The bias, an array of the type and shape of `log_odds`. Under `SCORE_LAWS` it lies in
             [-BIAS_CAP, BIAS_CAP].
+
+        Raises:
+            AugmentationError: The law multiplies scores: log-odds do not decide what it does.
         """
+        if self.multiplies:
+            raise AugmentationError(
+                "law 'multiply' changes every score by another number, so that the attention on the"
+                " span does not decide its effect; record a trace instead"
+            )
         if isinstance(log_odds, np.ndarray):
             xp: Any = np
         else:

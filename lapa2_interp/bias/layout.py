@@ -397,7 +397,7 @@ class Layout:
                 return (self.bos,)
             case "prefix+bos":
                 return (self.bos, self.controlled)
-            case "input":
+            case "input" | "all":
                 slots: tuple[tuple[int, int], ...] = ((0, self.n_live),)
             case "released":
                 slots = ((0, self.counted),)
@@ -478,7 +478,7 @@ class Layout:
         # The queries of the phase and steps.
         last_prompt = self.prompt.stop - 1
         spans = self.spans(augmentation.span)
-        inside = all(
+        inside = augmentation.span == "all" or all(
             self.prefix.start <= span.start and span.stop <= self.prefix.stop for span in spans
         )
         first = {
@@ -502,7 +502,8 @@ class Layout:
                 " them; use profile 'paper', layers that see all keys, or texts of at most"
                 f" {layer_type.size} tokens"
             )
-        acts &= _n_seen(spans, queries, first_seen) > 0
+        if augmentation.span != "all":
+            acts &= _n_seen(spans, queries, first_seen) > 0
         if augmentation.profile == "released":
             lengths = self.lengths(queries, augmentation.length_rule)
             acts &= lengths > self.n(augmentation.span)

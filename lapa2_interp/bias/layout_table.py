@@ -60,7 +60,7 @@ def explain_layout(
     )
     if augmentation is None:
         bias = np.zeros(len(queries))
-    elif augmentation.reads_scores:
+    elif augmentation.reads_scores or augmentation.multiplies:
         bias = np.where(layout.acts(augmentation, queries, layer_type), np.nan, 0.0)
     else:
         bias = layout.bias(augmentation, queries, layer_type)

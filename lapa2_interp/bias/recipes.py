@@ -157,6 +157,19 @@ def _set_point(tau: float | int = 0.2, floor: bool = True) -> tuple[Fields, ...]
     return ({"alpha": 1, "law": "target", "tau": tau, "floor": floor},)
 
 
+def _key_scale(beta: float | int = 100.0) -> tuple[Fields, ...]:
+    return ({"alpha": beta - 1, "law": "multiply", "phase": "predicting_only"},)
+
+
+def _log_n(l0: float | int = 512.0) -> tuple[Fields, ...]:
+    everywhere = {"span": "all", "length_rule": "kv", "phase": "everywhere"}
+    return ({"alpha": 1, "law": "multiply", "l0": l0, **everywhere},)
+
+
+def _ssmax(s: float | int = 0.43) -> tuple[Fields, ...]:
+    return _log_n(math.exp(1 / _check_positive(s, "s")))
+
+
 def _log_of_positive(value: float | int, name: str) -> float:
     return math.log(_check_positive(value, name))
 
@@ -238,6 +251,26 @@ RECIPES: dict[str, Recipe] = {
         "ours",
         "tau: Spotlight's, so that the two compare; floor: a fixed share in heads that attend"
         " elsewhere costs fluency",
+    ),
+    "key-scale": Recipe(
+        _key_scale,
+        "multiplies the prefix's scores, negative ones too, by beta in the pass that predicts",
+        "DIRECTER, arXiv 2603.06745; read in mjk0618/directer (scale_kv_cache). Its test of each"
+        " token is method gate",
+        "beta: 100, its code's",
+    ),
+    "log-n": Recipe(
+        _log_n,
+        "multiplies all scores by ln(l)/ln(l0)",
+        "Chiang and Cholak, arXiv 2202.12172 (ln(l)) and Su, 2021 (over ln(l0)), from memory; both"
+        " train with it",
+        "l0: 512, the length of its training",
+    ),
+    "ssmax": Recipe(
+        _ssmax,
+        "multiplies all scores by s ln(l)",
+        "SSMax, arXiv 2501.19399; there s is learned in each head",
+        "s: 0.43, about which its s lie; 1/ln(l) leaves the scores of a length l",
     ),
     "token-selective": Recipe(_lapa2, "LaPA2 on chosen prefix tokens", OURS, CHOSEN, ("tokens",)),
     "head-selective": Recipe(_lapa2, "LaPA2 in chosen heads", OURS, CHOSEN, ("heads",)),

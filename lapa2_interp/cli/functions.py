@@ -32,7 +32,7 @@ from pydantic import Field
 from lapa2_interp._util.values import Count, Natural, NotNegative, Positive
 from lapa2_interp.cli.app import definition
 from lapa2_interp.cli.options import OPTION_NAMES, columns, settings
-from lapa2_interp.models.machine import Dtype, DtypeOrAuto, ModelClass
+from lapa2_interp.models.machine import Attn, Dtype, DtypeOrAuto, ModelClass
 
 Values = dict[str, Any]
 """Values of a function's parameters by name."""
@@ -55,7 +55,7 @@ TYPES = _Names(
     Any=Any, Literal=Literal, Annotated=Annotated, Field=Field,
     Count=Count, Natural=Natural, Positive=Positive, NotNegative=NotNegative,
     Path=Path, Sequence=Sequence, Mapping=Mapping, Callable=Callable,
-    Dtype=Dtype, DtypeOrAuto=DtypeOrAuto, ModelClass=ModelClass,
+    Attn=Attn, Dtype=Dtype, DtypeOrAuto=DtypeOrAuto, ModelClass=ModelClass,
 )  # fmt: skip
 
 

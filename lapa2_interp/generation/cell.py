@@ -152,8 +152,8 @@ class Cell(BaseModel):
         """The method with its parameters.
 
         Raises:
-            MethodError: It is MODULE:CLASS, and nobody has imported it: a cell may be read from a
-                file (`methods.registry.find_class`).
+            MethodError: The method is MODULE:CLASS, and nobody has imported the class: a cell may
+                be read from a file (`methods.registry.find_class`).
         """
         find_class(self.method)
         return get_method(self.method, **self.parameters)

@@ -76,7 +76,8 @@ def decode_freectrl(
     bar: tqdm,
     decode: DecodeLoop,
 ) -> DecodedBatch:
-    """The texts of a batch, each drawn until it is accepted; after the last trial it stays anyway.
+    """The texts of a batch, each drawn until it is accepted; after the last trial a text stays
+    anyway.
 
     Args:
         decode: The loop, which draws the texts of a batch once.

@@ -32,6 +32,7 @@ from lapa2_interp.attention.cache import Rows, new_rows, prompt_log_likelihood
 from lapa2_interp.attention.continued_rows import continued_rows
 from lapa2_interp.attention.hooked import augmented
 from lapa2_interp.attention.recorder import Recorder
+from lapa2_interp.attention.residual import shifted_residual
 from lapa2_interp.attention.trace import join_traces
 from lapa2_interp.bias.tokens import decode_continuation
 from lapa2_interp.generation.banned_words import BannedWords
@@ -39,6 +40,7 @@ from lapa2_interp.generation.freectrl import decode_freectrl
 from lapa2_interp.generation.plan import Batch, BatchPlan, DecodedBatch
 from lapa2_interp.generation.sampling import NOTHING, draw
 from lapa2_interp.generation.turns import decode_turns
+from lapa2_interp.methods.activation_addition import ActivationAddition
 from lapa2_interp.methods.base import BatchStart, LogProbs
 from lapa2_interp.methods.freectrl import FreeCtrl
 from lapa2_interp.models.attention_interface import decided_path
@@ -48,8 +50,8 @@ from lapa2_interp.models.load import accepts_model_name
 
 @dataclass
 class Ending:
-    """When and how the samples of a batch end; `n_tokens` starts as the steps they were planned to
-    have."""
+    """When and how the samples of a batch end; `n_tokens` starts as the planned steps of the
+    samples."""
 
     n_tokens: list[int]
     finish: list[str]
@@ -63,7 +65,7 @@ class Ending:
         return sum(n > step for n in self.n_tokens)
 
     def stop(self, which: Bool[Tensor, " sample"], at: int, how: str) -> None:
-        """End these samples after `at` tokens, if they have not ended before."""
+        """End samples after `at` tokens, if the samples have not ended before."""
         for i in which.nonzero()[:, 0].tolist():
             if self.n_tokens[i] > at or (
                 self.n_tokens[i] == at and how == "end" and self.finish[i] == "length"
@@ -109,7 +111,9 @@ def _decode(
         recorder = Recorder(*size, kind, plan.cell.patterns, layer_types(model))
     if rows is None:
         rows = new_rows(model, plan.rules)
-    drawn = list(_decode_steps(model, plan, batch, ending, recorder, rows, bar))
+    shifts = batch.prepared[0].known if isinstance(plan.method, ActivationAddition) else {}
+    with shifted_residual(model, shifts, len(batch.layouts[0]) - 1):
+        drawn = list(_decode_steps(model, plan, batch, ending, recorder, rows, bar))
     table = _text_table(model, plan, batch, torch.stack(drawn, dim=1), ending)  # sample step
     if recorder is None:
         return DecodedBatch(table, None)

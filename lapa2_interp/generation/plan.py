@@ -219,8 +219,8 @@ class BatchPlan:
 
 
 DecodeLoop = Callable[[Model, BatchPlan, Batch, tqdm, Rows | None], DecodedBatch]
-"""What FreeCtrl and chats of several turns wrap: it draws the texts of a batch once, from rows that
-they give, or from new ones."""
+"""What FreeCtrl and chats of several turns wrap: a loop draws the texts of a batch once, from given
+rows or from new ones."""
 
 
 @accepts_model_name

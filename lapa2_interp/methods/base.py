@@ -1,7 +1,7 @@
 """Decoding methods: one file each, pure arithmetic on the branches' log-probabilities.
 
-A method names its branches and combines their next-token distributions. It never gets a model, so
-that it can be tested on a small vocabulary without one:
+A method names its branches and combines their next-token distributions. A method never gets a
+model, so that a test needs a small vocabulary alone:
 
     method = methods.get("preadd", lam=-1.0)
     log_probs = {"base": ..., "prefix": ...}                  # by branch, [sample, vocab], any float dtype
@@ -11,12 +11,13 @@ that it can be tested on a small vocabulary without one:
 The sampler then keeps the k largest weights and draws: combine -> top-k -> sample, at temperature
 1.
 
-Two methods need more than log-probabilities. They compute it in one more function:
+Three methods need more than log-probabilities. They compute it in one more function:
 
     prepare(context, ...)    once per prompt, before its first token: compute what the method needs to know
 
 `prepare` is given a `MethodContext`; `begin` makes the first step's state from its result. FreeCtrl also
-sets neurons of the model and draws texts again: `lapa2_interp.generation.freectrl`.
+sets neurons of the model and draws texts again: `lapa2_interp.generation.freectrl`. CAA adds vectors to its
+residual stream.
 """  # noqa: E501
 
 from __future__ import annotations
@@ -70,6 +71,7 @@ class Branch:
         join: The text between prefix and prompt; it counts as prompt.
         hidden: No query after the prefix sees it. The prompt keeps its position.
         chat: The chat whose span is the prefix, laid out by its template; of method `chat`.
+        steered: The augmentation acts on it.
     """
 
     name: str
@@ -77,6 +79,7 @@ class Branch:
     join: str = ""
     hidden: bool = False
     chat: ChatForm | None = None
+    steered: bool = True
 
 
 @dataclass(frozen=True)
@@ -101,7 +104,7 @@ class BatchStart:
     Attributes:
         prepared: The result of `prepare` for the prompt of each sample.
         log_likelihood: log P(prompt) under every branch, [sample]; None for methods that do not ask
-            for it (`reads_prompt`).
+            for log P (`reads_prompt`).
         n_prompt: Number of prompt tokens, [sample].
     """
 
@@ -141,13 +144,17 @@ class MethodContext(Protocol):
     def attribute_probabilities(
         self, scorer: str, task: Task, attribute: str, prompt: str, texts: Sequence[str]
     ) -> list[float | None]:
-        """P(attribute | text) by a scorer; None for a text it cannot score."""
+        """P(attribute | text) by a scorer; None for a text without a score."""
 
     def promoting_neurons(
         self, tokens: Sequence[int], k: int, upper: bool = False
     ) -> Int[Tensor, "token k two"]:
         """The (layer, neuron) pairs that raise each token's probability most, of all layers or of
         the upper half."""
+
+    def mean_residual(self, prefix: str, texts: Sequence[str]) -> Float[Tensor, "layer d_model"]:
+        """The mean over texts behind a prefix of the residual stream after each layer, at the last
+        token."""
 
 
 def attribute_prefix(
@@ -214,12 +221,12 @@ class Method(ABC):
 
     @abstractmethod
     def combine(self, log_probs: LogProbs, state: State) -> Float[Tensor, "sample vocab"]:
-        """Log-weights of the next token from the branches' log-probabilities; they need not be
-        normalised."""
+        """Log-weights of the next token from the branches' log-probabilities; log-weights need not
+        be normalised."""
 
     def advance(self, state: State, log_probs: LogProbs, tokens: Int[Tensor, " sample"]) -> State:
-        """The state after these tokens were sampled; the first step's is that of `begin`, None in a
-        stateless method."""
+        """The state after `tokens` were sampled; `begin` gives the first step's, and a stateless
+        method None."""
         return None
 
     @property
@@ -242,8 +249,8 @@ class Method(ABC):
         return type(self).prepare is not Method.prepare
 
     def deciding_files(self) -> dict[str, Path]:
-        """Files whose contents decide its texts: those that parameters name, if they exist, by
-        parameter; and the code of a custom method, unless a notebook defines it."""
+        """Files whose contents decide the method's texts: files that parameters name, if they
+        exist, by parameter; and the code of a custom method, unless a notebook defines it."""
         named = {name: Path(getattr(self, name)) for name in self.files}
         files = {name: path for name, path in named.items() if path.is_file()}
         if not type(self).__module__.startswith(f"{__package__}."):

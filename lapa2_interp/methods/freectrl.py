@@ -307,7 +307,7 @@ class FreeCtrl(Method):
         return torch.full_like(log_weights, -torch.inf).scatter(1, ids[:, : len(p)], log_p)
 
     def accepts(self, known: ControlCentre, text: str, tokens: Sequence[int]) -> bool:
-        """True if a finished text is accepted; otherwise it is drawn again while trials are left.
+        """True if a finished text is accepted; other texts are drawn again while trials are left.
 
         Args:
             text: Prompt and continuation.

@@ -35,6 +35,7 @@ from lapa2_interp.bias.augmentation import (
     normalize_augmentations,
     steps_overlap,
 )
+from lapa2_interp.methods.activation_addition import ActivationAddition
 from lapa2_interp.methods.air_decoding import AirDecoding
 from lapa2_interp.methods.arithmetic import Arithmetic
 from lapa2_interp.methods.base import Branch, Method
@@ -43,6 +44,7 @@ from lapa2_interp.methods.con_prefix import ConPrefix
 from lapa2_interp.methods.datg import Datg
 from lapa2_interp.methods.dexperts import Dexperts
 from lapa2_interp.methods.freectrl import FreeCtrl
+from lapa2_interp.methods.gate import Gate
 from lapa2_interp.methods.gedi import Gedi
 from lapa2_interp.methods.palette import Palette
 from lapa2_interp.methods.preadd import Preadd
@@ -59,7 +61,8 @@ HIDDEN = Augmentation(alpha=1, law="cut", phase="after_span")
 def known_methods() -> dict[str, type[Method]]:
     """Method classes by name: the paper's in its order, its baselines, related decoders."""
     paper = (NoControl, PrefixConditioning, ConPrefix, AirDecoding, NegPrompt, Preadd, Palette)
-    known = (*paper, FreeCtrl, Datg, Rose, RsaControl, Gedi, Dexperts, Arithmetic, Spa, Chat)
+    ours = (Rose, RsaControl, Gedi, Dexperts, Arithmetic, Spa, ActivationAddition, Gate, Chat)
+    known = (*paper, FreeCtrl, Datg, *ours)
     return {method.name: method for method in known}
 
 
@@ -164,8 +167,8 @@ def get_for_task(name: str, task: Task, **parameters: Any) -> Method:
 def load_task(name: str | Path) -> Task:
     """A built-in task by name, or a user's by the path of its TOML file.
 
-    Its settings of a method MODULE:CLASS are checked later, by `get_for_task`: nothing is imported
-    here.
+    The task's settings of a method MODULE:CLASS are checked later, by `get_for_task`: nothing is
+    imported here.
 
     Raises:
         TaskError: Unknown name, unreadable file, or a malformed one (the message names the line or
@@ -194,7 +197,8 @@ def assign_augmentations(
     method: Method, branches: Sequence[Branch], augmentation: AugmentationLike
 ) -> tuple[Augmentations, ...]:
     """The augmentation of each branch: Pre-Aug on prefix branches, Pro-Aug on the base branch of
-    methods with `pro_aug`, and `HIDDEN` on branches whose prefix is hidden.
+    methods with `pro_aug`, `HIDDEN` on branches whose prefix is hidden, and none on those that are
+    not `steered`.
 
     Beside prefix branches, Pro-Aug takes the paper's laws only (Eq. 15): a knock-out of the prefix,
     or a target share of attention, has no meaning for the prompt. Explicit slots and positions
@@ -222,7 +226,13 @@ def assign_augmentations(
         HIDDEN
         if branch.hidden
         else normalize_augmentations(
-            rules if branch.prefix is not None else on_prompt if method.pro_aug else None
+            None
+            if not branch.steered
+            else rules
+            if branch.prefix is not None
+            else on_prompt
+            if method.pro_aug
+            else None
         )
         for branch in branches
     )

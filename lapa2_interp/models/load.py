@@ -45,7 +45,7 @@ from lapa2_interp.models.card import (
 from lapa2_interp.models.exact_softmax import make_softmax_exact
 from lapa2_interp.models.fingerprint import weights_read_once
 from lapa2_interp.models.liveness import assert_live
-from lapa2_interp.models.machine import default_device, resolve_dtype
+from lapa2_interp.models.machine import check_attn, default_device, resolve_dtype
 from lapa2_interp.models.planted import (
     PLANTED,
     answer_key,
@@ -150,12 +150,7 @@ def load_model(
     }
     if model_class not in wrap:
         raise ModelError(unknown_choice("model class", model_class, wrap))
-    if attn == "fused" and model_class != "TransformersModel":
-        raise ModelError(
-            f"a {model_class} has hooks on the matrix of scores, so {parameter('attn')} is auto or"
-            f" matrix; give {parameter('model_class', 'TransformersModel')} for"
-            f" {parameter('attn', 'fused')}"
-        )
+    check_attn(attn, model_class)
     if not isinstance(name, str | Path):
         raise ModelError(
             f"load_model takes a name or a folder, found a {type(name).__name__}; with its"

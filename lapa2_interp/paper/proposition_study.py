@@ -126,9 +126,12 @@ def run_proposition_study(
     paper, against the paper, or inconclusive. For example
 
         lapa2 propositions --out results/propositions
-        lapa2 propositions --text book.txt --out results/long
+        lapa2 propositions --text book.txt --out results/both
+        lapa2 propositions --text book.txt --out results/long \\
+            --length 32 --alphas --free --synthetic-length 0
 
-    where the second also reads one text up to the model's context.
+    where the second also reads one text up to the model's context, and the third little else: a
+    text of 8,192 tokens takes SmolLM2 a minute for each alpha.
 
     Args:
         out: A new folder: tables/, figures/, traces (thinned) and report.html.

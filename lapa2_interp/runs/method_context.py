@@ -1,6 +1,7 @@
 """Questions that `Method.prepare` may ask of a model.
 
-The questions are about tokens, embeddings, drafts, scores, and the neurons that promote a token.
+The questions are about tokens, embeddings, drafts, scores, the neurons that promote a token, and
+the residual stream.
 
 Drafts and neurons take a model minutes, so they are kept in the user's cache (`LAPA2_CACHE`, or the
 platform's), under a name that says what they depend on: a sample of the weights, the vocabulary,
@@ -25,6 +26,8 @@ from lapa2_interp._util.errors import LayoutError, ScoringError, parameter
 from lapa2_interp._util.files import cache_folder, one_process_at_a_time, write_text, writing_cache
 from lapa2_interp._util.parsing import read_text
 from lapa2_interp.attention.neurons import is_gated, promoting_neurons
+from lapa2_interp.attention.residual import mean_residual
+from lapa2_interp.bias.layout import Layout
 from lapa2_interp.bias.tokens import decode_continuation, decode_tokens
 from lapa2_interp.generation.loop import decode_batch
 from lapa2_interp.generation.plan import plan_batches
@@ -149,6 +152,12 @@ class ModelContext:
                 return promoting_neurons(self.model, reading, tokens, k, first, file)[1]
 
         return self.cached(file, make)
+
+    def mean_residual(self, prefix: str, texts: Sequence[str]) -> Float[Tensor, "layer d_model"]:
+        layouts = [Layout.of(self.model.tokenizer, prefix, text) for text in texts]
+        return self.cached(
+            ("mean residual", prefix, tuple(texts)), lambda: mean_residual(self.model, layouts)
+        )
 
     def _file(self, kind: str, suffix: str, *asked: Any) -> Path:
         """The file in the cache for what was asked of this model."""

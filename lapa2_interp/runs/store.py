@@ -338,7 +338,7 @@ def read_cell(folder: Path, key: str) -> Cell:
     except OSError as error:
         if not is_damage(error):
             raise
-        path = file if folder.is_dir() else folder
+        path = next((path for path in (folder.parent, folder) if not path.is_dir()), file)
         kind = "a folder" if path.is_dir() else "a file" if path.is_file() else "a loop of links"
         raise DamagedError(f"{path} is {kind}; remove it") from error
     except (ValueError, Lapa2Error) as error:

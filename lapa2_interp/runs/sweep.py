@@ -24,7 +24,7 @@ from lapa2_interp._util.errors import (
 from lapa2_interp._util.terminal import stop_on_sigterm
 from lapa2_interp._util.values import Count, numbers_checked
 from lapa2_interp.generation.cell import Cell
-from lapa2_interp.models.machine import Dtype, faster_dtype, print_if_slow
+from lapa2_interp.models.machine import Attn, Dtype, check_attn, faster_dtype, print_if_slow
 from lapa2_interp.runs.checks import check_device, check_grids
 from lapa2_interp.runs.engines import InProcess, local_engine
 from lapa2_interp.runs.estimates import check_affordable, estimate
@@ -52,6 +52,7 @@ def sweep(
     address: str | None = None,
     gpus_per_worker: float | None = None,
     pack: Literal["auto", "on", "off"] = "auto",
+    attn: Attn = "auto",
     allow_code: bool = False,
     dry_run: bool = False,
     yes: bool = False,
@@ -90,6 +91,8 @@ def sweep(
         pack: Compute with prepacked weights, which is faster on a CPU and takes as much memory
             again: auto where it fits, on, or off. Prepacking may change the last bits of a logit,
             and so a text.
+        attn: Of a TransformersModel: fused reads prompts without the matrix of attention scores,
+            matrix forms it, auto decides by their size, once a cell.
         allow_code: Import the modules of methods that a grid names as MODULE:CLASS. Other files of
             the grid are data, and never run.
         dry_run: Only say what is left to make, and what it takes.
@@ -120,6 +123,8 @@ def sweep(
         out, names, changes, dtype=dtype, device=device, allow_code=allow_code, yes=yes
     )
     check_grids(grids)
+    for model_class in dict.fromkeys(cell.model_class for grid in grids for cell in grid.cells):
+        check_attn(attn, model_class)
     for used in dict.fromkeys(
         cell.dtype for grid in grids for cell in grid.cells if engine == "local"
     ):
@@ -137,9 +142,9 @@ def sweep(
         cells = {key: cells[key] for key in table.index[is_any_of(table[column], as_list(value))]}
     left = _unfinished(out, cells)
     runner = (
-        local_engine(workers, device, threads, pack)
+        local_engine(workers, device, threads, pack, attn)
         if engine == "local"
-        else RayPool(workers, device, threads, address, gpus_per_worker, pack)
+        else RayPool(workers, device, threads, address, gpus_per_worker, pack, attn)
     )
     try:
         if not isinstance(runner, InProcess):

@@ -92,14 +92,19 @@ class Worker:
     Args:
         device: cpu, cuda, ...; CUDA when there is one, by default.
         threads: Threads of a worker on the CPU. Another number may change the last bits of a logit.
-        pack, workers: As in `load_model`.
+        pack, workers, attn: As in `load_model`.
     """
 
     def __init__(
-        self, device: str | None = None, threads: int = 1, pack: str = "auto", workers: int = 1
+        self,
+        device: str | None = None,
+        threads: int = 1,
+        pack: str = "auto",
+        workers: int = 1,
+        attn: str = "auto",
     ) -> None:
         self.device = device or default_device()
-        self.threads, self.pack, self.workers = threads, pack, workers
+        self.threads, self.pack, self.workers, self.attn = threads, pack, workers, attn
         self._model: tuple[tuple[str, ...], Model, ModelContext, Prepacking | None] | None = None
         self._plans: dict[str, BatchPlan] = {}
 
@@ -164,6 +169,7 @@ class Worker:
                 cell.model_class,
                 pack=self.pack,
                 workers=self.workers,
+                attn=self.attn,
             )
             self._model = (wanted, loaded, ModelContext(loaded), model_card(loaded).prepacking)
         return self._model[1:]

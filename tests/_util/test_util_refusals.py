@@ -26,12 +26,7 @@ from lapa2_interp._util.errors import (
     RunError,
     ScoringError,
 )
-from lapa2_interp._util.files import (
-    holds_only,
-    read_checkpoint,
-    result_folder,
-    write_checkpoint,
-)
+from lapa2_interp._util.files import holds_only, read_checkpoint, result_folder, write_checkpoint
 from lapa2_interp._util.page import write_page
 from lapa2_interp._util.parsing import parse_object
 from lapa2_interp._util.same_inputs import check_same_inputs
@@ -95,30 +90,18 @@ def page_in_file():
 
 
 FILES = {
-    "a folder with something else": (
-        with_thesis,
-        "holds thesis.tex, which is not of this command's making",
-    ),
+    "a folder with something else": (with_thesis, "holds thesis.tex, which is not of this command's making"),
     "a loop of links": (looped, "loop of links"),
     "a name that is not UTF-8": (lambda: into("b\udce9"), "not UTF-8"),
     "a disk": (mounted, "where a disk is mounted.*such as .*disk/run"),
     "a bit of a checkpoint": (flipped, "checksum of .* differs", ValueError),
-    "a list": (
-        lambda: parse_object("[1]"),
-        r"must hold a JSON object, found '\[1\]'",
-        ValueError,
-    ),
+    "a list": (lambda: parse_object("[1]"), r"must hold a JSON object, found '\[1\]'", ValueError),
     "very many lists": (lambda: parse_object("[" * 200_000), "nested too deeply", ValueError),
-    "a folder as a page": (
-        lambda: write_page(Path.cwd(), never),
-        "is a folder; give a file, such as",
-    ),
-    "a page of another ending": (
-        lambda: write_page(Path("page.txt"), never),
-        "ends in .html; found page.txt, give page.html",
-    ),
+    "a folder as a page": (lambda: write_page(Path.cwd(), never), "is a folder; give a file, such as"),
+    "a page of another ending": (lambda: write_page(Path("page.txt"), never),
+     "ends in .html; found page.txt, give page.html"),
     "a page in a file": (page_in_file, "cannot write .*; choose another file"),
-}
+}  # fmt: skip
 INPUTS = [
     ({"seed": 1}, {"seed": 2}, "results of another seed: 1, not 2; .*choose another folder"),
     ({}, {"seed": 2}, "another seed: None, not 2"),
@@ -217,11 +200,7 @@ REPEATED = {
 }
 PACKED = {
     **{
-        f"{kind}{ending} {name}": (
-            lambda row=(kind, ending, read, cut): packed_text(*row),
-            message,
-            error,
-        )
+        f"{kind}{ending} {name}": (lambda row=(kind, ending, read, cut): packed_text(*row), message, error)
         for ending in ENDINGS
         for kind in (".jsonl", ".csv")
         for name, read, cut, message, error in (
@@ -242,28 +221,16 @@ PACKED = {
     },
     "an archive of two": (of_two_files, "it is an archive of 2 files", ScoringError),
     **{
-        f"{name} {read.__name__}": (
-            lambda column=column, read=read: parquet_of(column, read),
-            "are allowed",
-            error,
-        )
+        f"{name} {read.__name__}": (lambda column=column, read=read: parquet_of(column, read), "are allowed", error)
         for name, column in REPEATED.items()
         for read, error in ((check_parquet, ValueError), (read_texts, ScoringError))
     },
-    "data that were never written": (
-        never_written,
-        "unpack to 8000000000000 or more",
-        ValueError,
-    ),
+    "data that were never written": (never_written, "unpack to 8000000000000 or more", ValueError),
     "arrays of zeros": (of_zeros, "are allowed", ValueError),
     "an array of another size": (of_another_size, "is not of the size that it names", ValueError),
     "tensors of zeros": (lambda: squeezed(read_tensors), "are allowed", PrefixError),
-    "a checkpoint of zeros": (
-        lambda: squeezed(lambda file: read_checkpoint(file, "cpu")),
-        "unpack to",
-        ValueError,
-    ),
-}
+    "a checkpoint of zeros": (lambda: squeezed(lambda file: read_checkpoint(file, "cpu")), "unpack to", ValueError),
+}  # fmt: skip
 
 # --- values
 
@@ -282,9 +249,7 @@ NUMBERS = {
     "knock_out": lambda value: circuits.knock_out("planted", "sentiment", batch_size=value),
     "ContrastSet": lambda value: circuits.ContrastSet.of("planted", "sentiment", tokens=value),
     "select": lambda value: circuits.select("planted", "sentiment", screen=value),
-    "measure_fading": lambda value: circuits.measure_fading(
-        "planted", "sentiment", filler=(value,)
-    ),
+    "measure_fading": lambda value: circuits.measure_fading("planted", "sentiment", filler=(value,)),
     "alpha_at": lambda value: circuits.alpha_at_prefix_attention("planted", "sentiment", value),
     "load_model": lambda value: load_model("tiny-gpt2", workers=value),
     "Layout": lambda value: Layout.of(None, None, "The lake", soft=value),
@@ -292,7 +257,7 @@ NUMBERS = {
     "get": lambda value: methods.get("air-decoding", omega=value),
     "steer": lambda value: steer("planted", [], "sentiment", out="never", budget=value),
     "view": lambda value: view("nowhere", steps=value),
-}
+}  # fmt: skip
 PROMPTS = (
     r"^(prompts(: takes task, .*a list of texts| is an em)|cannot read prompts from .*no file)"
 )
@@ -306,18 +271,13 @@ VALUES = {
         for value in ("0.5", True)
     },
     **{
-        f"prompts {prompts}": (
-            lambda prompts=prompts: cell_of("tiny-gpt2", **ASKED | {"prompts": prompts}),
-            PROMPTS,
-        )
+        f"prompts {prompts}": (lambda prompts=prompts: cell_of("tiny-gpt2", **ASKED | {"prompts": prompts}), PROMPTS)
         for prompts in ([], {"The lake": 1})
     },
     "a grid as prompts": (of_grid, PROMPTS),
-    "a word for a classifier alone": (
-        lambda: scored(["linear", "echo"]),
-        "linear says which classifier judges accuracy, toxicity",
-    ),
-}
+    "a word for a classifier alone": (lambda: scored(["linear", "echo"]),
+     "linear says which classifier judges accuracy, toxicity"),
+}  # fmt: skip
 
 
 def rows():

@@ -60,10 +60,7 @@ def hook_of_experts(model, layer, at="pre"):
 
 SETTINGS = [
     ({"prompts": []}, "prompts is an empty list; give at least one text"),
-    (
-        {"method": 3},
-        "method must be a name, or come from methods.get or get_for_task, found 3",
-    ),
+    ({"method": 3}, "method must be a name, or come from methods.get or get_for_task, found 3"),
     ({"method": "prefixx"}, "unknown method 'prefixx'; allowed: none, prefix"),
     (
         {"augmentation": 0.5},
@@ -90,57 +87,25 @@ CALLS = {
         )
         for settings, message in SETTINGS
     },
-    "two augmentations of one layout": (
-        lambda: enter([None, None], layout()),
-        "augmentations for",
-        LayoutError,
-    ),
+    "two augmentations of one layout": (lambda: enter([None, None], layout()), "augmentations for", LayoutError),
     "no layouts": (lambda: enter([], []), "augmentations for", LayoutError),
-    "three rows of two layouts": (
-        lambda: read([layout(), layout()], ids_of(layout()).repeat(3, 1)),
-        "3 rows, but 2",
-        LayoutError,
-    ),
-    "a pass shorter than the span": (
-        lambda: read(layout(), ids_of(layout())[:, :4], check_ids=False),
-        "span ends at slot 7",
-        LayoutError,
-    ),
-    "a span outside the sequence": (
-        lambda: enter(Augmentation(alpha=1, span=((0, 99),)), layout()),
-        "outside the sequence",
-        LayoutError,
-    ),
-    "dead scores": (
-        in_opt,
-        "tiny-opt cannot be augmented: its scores hook fires after",
-        DeadHookError,
-    ),
-    "neurons of experts": (
-        lambda: neurons_of("neuron_hook_name", hook_of_experts),
-        r"the model has no blocks.3.mlp.experts.hook_pre .* use a model with one MLP",
-        DeadHookError,
-    ),
-    "neurons that do not act": (
-        lambda: neurons_of("set_neurons", lambda model, neurons, values: nullcontext()),
-        r"blocks.3.mlp.hook_pre does not move the logits",
-        DeadHookError,
-    ),
-    "patterns of a head that is not there": (
-        lambda: Recorder(4, 4, "full", [(4, 0)]),
-        r"head \(4, 0\) does not exist; the model has layers 0-3",
-        TraceError,
-    ),
-    "the nearest three keys": (
-        lambda: local_ratio(made("tiny-gpt2").trace, 3),
-        "nearest 2, 4, 6, 8 keys, not 3",
-        TraceError,
-    ),
-    "an unknown branch": (
-        lambda: step_table(made("tiny-gpt2").trace, made("tiny-gpt2").texts, branch="other"),
-        "unknown branch 'other'; allowed: prefix",
-        TraceError,
-    ),
+    "three rows of two layouts": (lambda: read([layout(), layout()], ids_of(layout()).repeat(3, 1)),
+     "3 rows, but 2", LayoutError),
+    "a pass shorter than the span": (lambda: read(layout(), ids_of(layout())[:, :4], check_ids=False),
+     "span ends at slot 7", LayoutError),
+    "a span outside the sequence": (lambda: enter(Augmentation(alpha=1, span=((0, 99),)), layout()),
+     "outside the sequence", LayoutError),
+    "dead scores": (in_opt, "tiny-opt cannot be augmented: its scores hook fires after", DeadHookError),
+    "neurons of experts": (lambda: neurons_of("neuron_hook_name", hook_of_experts),
+     r"the model has no blocks.3.mlp.experts.hook_pre .* use a model with one MLP", DeadHookError),
+    "neurons that do not act": (lambda: neurons_of("set_neurons", lambda model, neurons, values: nullcontext()),
+     r"blocks.3.mlp.hook_pre does not move the logits", DeadHookError),
+    "patterns of a head that is not there": (lambda: Recorder(4, 4, "full", [(4, 0)]),
+     r"head \(4, 0\) does not exist; the model has layers 0-3", TraceError),
+    "the nearest three keys": (lambda: local_ratio(made("tiny-gpt2").trace, 3),
+     "nearest 2, 4, 6, 8 keys, not 3", TraceError),
+    "an unknown branch": (lambda: step_table(made("tiny-gpt2").trace, made("tiny-gpt2").texts, branch="other"),
+     "unknown branch 'other'; allowed: prefix", TraceError),
     "heads of a pooled trace": (
         lambda: head_table(made("tiny-gpt2", trace="pooled").trace, made("tiny-gpt2").texts),
         "pooled over heads",
@@ -149,12 +114,12 @@ CALLS = {
     **{
         f"{table.__name__} of some samples": (
             lambda table=table: table(made("tiny-gpt2").trace, made("tiny-gpt2").texts.iloc[2:]),
-            r"2 samples for a trace of 4; .*trace.isel\(sample",
+            r"2 texts for a trace of 4; .*trace.isel\(sample",
             TraceError,
         )
         for table in TABLES
     },
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(

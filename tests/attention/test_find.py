@@ -83,11 +83,13 @@ def test_generated_texts_are_those_of_layouts_by_hand(settings, rule, free):
     network, asked, layouts = loaded()
     rows = PaddedRows.of(layouts)
     settings = settings | {"attention_mask": rows.mask, "max_new_tokens": 9, "pad_token_id": 0}
-    settings |= {"return_dict_in_generate": True, "output_logits": True, "eos_token_id": []}
+    settings |= {"return_dict_in_generate": True, "output_logits": True}
+    if "num_beams" not in settings:
+        settings["eos_token_id"] = []
 
-    def texts(*given, **find):
+    def texts(*arguments, **find):
         torch.manual_seed(0)
-        with augmented(network, *given, **find):
+        with augmented(network, *arguments, **find):
             return network.generate(rows.ids, **settings)
 
     by_hand, there = texts(rule, rows.layouts), texts(free, find=SAID, **asked)
@@ -96,7 +98,7 @@ def test_generated_texts_are_those_of_layouts_by_hand(settings, rule, free):
 
 
 def test_spans_in_parts_are_slots_by_hand():
-    network, _asked, (layout, _) = loaded()
+    network, _, (layout, _) = loaded()
     slots = [layout.prefix.start, layout.prefix.start + 3, layout.prefix.stop - 1]
     in_parts = tuple((slot, slot + 1) for slot in slots)
     with augmented(network, RULE.model_copy(update={"span": in_parts}), layout):
@@ -122,14 +124,14 @@ def test_rows_padded_after_their_texts_are_the_rows_alone(masked):
 
 def test_rows_without_the_span_are_left_alone_and_counted():
     network, asked, (layout, _) = loaded()
-    other = (0, *range(40, 40 + len(layout) - 1))
-    ids = torch.tensor([layout.ids, other])
+    without = (0, *range(40, 40 + len(layout) - 1))
+    ids = torch.tensor([layout.ids, without])
     with augmented(network, FREE, find=SAID, absent="leave", **asked) as finder:
         both = logits(network, ids)
         assert (finder.rows, finder.left) == (2, 1)
         logits(network, ids[1:])
     assert (finder.rows, finder.left) == (3, 2)
-    assert torch.equal(both[1], logits(network, ids)[1])
+    torch.testing.assert_close(both[1], logits(network, ids)[1], rtol=0, atol=1e-11)
     with augmented(network, RULE, [layout, layout], check_ids=False):
         assert torch.equal(both[0], logits(network, ids)[0])
 
@@ -148,20 +150,18 @@ def test_texts_in_turn_keep_their_own_spans():
 
 
 def test_which_occurrence_counts():
-    _network, asked, _ = loaded()
-    layout = Layout.of(asked["tokenizer"], None, f"{SAID} The lake. {SAID} And")
-    n = len(asked["tokenizer"](SAID, add_special_tokens=False).input_ids)
-    for occurrence, at in (("first", 1), ("last", len(layout) - n - 1)):
-        finder = SpanFinder(SAID, occurrence, **asked)
-        found_layout, _ = finder.layout(layout.ids)
-        assert abs(found_layout.prefix.start - at) <= 1
-        assert SAID in asked["tokenizer"].decode(layout.ids[slice(*found_layout.prefix)])
+    tokenizer = shared_tokenizer("tiny-llama")  # a token a letter
+    text = f"{SAID} The lake. {SAID} And"
+    ids = Layout.of(tokenizer, None, text).ids
+    for occurrence, at in (("first", 0), ("last", text.rfind(SAID))):
+        layout, _ = SpanFinder(SAID, occurrence, tokenizer=tokenizer).layout(ids)
+        assert layout.prefix == (1 + at, 1 + at + len(SAID))
 
 
 WORDS = ["sailor", " sea", ".", ".\n\n", "\n", " ", "é", "🏴‍☠️", "日本", "n't", "  ", "!", " A"]
 
 
-@pytest.mark.parametrize("name", ["smollm2-135m", "gpt2", "tiny-llama"])
+@pytest.mark.parametrize("name", ["smollm2-135m", "gpt2"])
 def test_tokens_of_a_text_are_those_that_share_a_letter_with_it(name, gpt2_tokenizer):
     """The tokenizer's own offsets say the same, also of tokens that merge at the seams."""
     tokenizer = gpt2_tokenizer if name == "gpt2" else shared_tokenizer(name)
@@ -200,9 +200,9 @@ def test_a_span_that_merges_with_what_follows():
 def test_gradients_flow_as_with_layouts():
     network, asked, (layout, _) = loaded()
 
-    def slope(*given, **find):
+    def slope(*arguments, **find):
         network.zero_grad()
-        with augmented(network, *given, **find):
+        with augmented(network, *arguments, **find):
             network(layout.tensor, use_cache=False).logits[0, -1].logsumexp(0).backward()
         return network.get_input_embeddings().weight.grad.clone()
 
@@ -213,7 +213,7 @@ def test_gradients_flow_as_with_layouts():
 
 
 def test_hooks_are_gone_behind_the_block():
-    network, asked, (_layout, _) = loaded()
+    network, asked, _ = loaded()
     before = len(network_of(network)._forward_hooks)
     with augmented(network, FREE, find=SAID, **asked):
         assert len(network._forward_hooks) > before

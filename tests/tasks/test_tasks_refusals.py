@@ -128,15 +128,9 @@ def barred(word):
 
 
 CALLS = {
-    "a misspelt attribute": (
-        misspelt,
-        "task 'mood': unknown attribute 'clam'; allowed: calm; did you mean 'calm'",
-    ),
+    "a misspelt attribute": (misspelt, "task 'mood': unknown attribute 'clam'; allowed: calm; did you mean 'calm'"),
     **{
-        f"a task called {name}": (
-            lambda name=name: of_file(GOOD, name),
-            f"a task may not be called '{name}'",
-        )
+        f"a task called {name}": (lambda name=name: of_file(GOOD, name), f"a task may not be called '{name}'")
         for name in RESERVED_TASKS
     },
     **{
@@ -146,10 +140,7 @@ CALLS = {
         )
         for name, message in NAMES.items()
     },
-    "prompts in a folder": (
-        lambda: in_folder(read_prompts),
-        "cannot read prompts from .*Is a directory",
-    ),
+    "prompts in a folder": (lambda: in_folder(read_prompts), "cannot read prompts from .*Is a directory"),
     **{
         f"an attribute {name!r}": (
             lambda name=name: with_attribute(name),
@@ -159,32 +150,19 @@ CALLS = {
         for name in ("", " ", "a\0b")
     },
     **{
-        f"an attribute {name!r}": (
-            lambda name=name: with_attribute(name),
-            "may not be called",
-            ValueError,
-        )
+        f"an attribute {name!r}": (lambda name=name: with_attribute(name), "may not be called", ValueError)
         for name in (*RESERVED_ATTRIBUTES, "hard calm")
     },
     **{
         f"barring {word}": (lambda word=word: barred(word), f"'{word}' cannot be banned.*ban_words")
         for word in ("积极", "अच्छा")
     },
-    "words of one class": (
-        lambda: derive_words({"positive": ["great"]}, 5),
-        "give texts of two at least; found positive",
-        DataError,
-    ),
-    "a class without words": (
-        lambda: derive_words({"positive": ["great"], "negative": ["1 2 3"]}, 5),
-        "no words for negative",
-        DataError,
-    ),
+    "words of one class": (lambda: derive_words({"positive": ["great"]}, 5),
+     "give texts of two at least; found positive", DataError),
+    "a class without words": (lambda: derive_words({"positive": ["great"], "negative": ["1 2 3"]}, 5),
+     "no words for negative", DataError),
     **{
-        f"{read.__name__} of {name!r}": (
-            lambda read=read, name=name: read(name),
-            r"^[\x20-\x7e]+$",
-        )
+        f"{read.__name__} of {name!r}": (lambda read=read, name=name: read(name), r"^[\x20-\x7e]+$")
         for name in ("gone\n.txt", "a\x1b.txt\n", "p.txt\n")
         for read in (read_prompts, load_task)
     },
@@ -192,7 +170,7 @@ CALLS = {
         f"a task of {name!r}": (lambda name=name: load_task(f"{name}.toml"), r"^[\x20-\x7e]+$")
         for name in ("gone\n.txt", "a\x1b.txt\n", "p.txt\n")
     },
-}
+}  # fmt: skip
 
 
 def rows():
@@ -206,8 +184,7 @@ def rows():
 
 
 @pytest.mark.parametrize(
-    ("call", "message", "error"),
-    [pytest.param(*row, id=ascii(name)[:60]) for name, *row in rows()],
+    ("call", "message", "error"), [pytest.param(*row, id=ascii(name)[:60]) for name, *row in rows()]
 )
 def test_what_the_room_refuses(call, message, error, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

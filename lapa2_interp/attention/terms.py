@@ -1,0 +1,119 @@
+"""What of a batch's augmentations no forward pass changes: keys, heads, and b by query."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from jaxtyping import Bool, Float, Int
+
+from lapa2_interp._util.errors import AugmentationError
+from lapa2_interp.bias.augmentation import Augmentation
+from lapa2_interp.bias.layer_types import LayerType
+from lapa2_interp.bias.layout import Layout
+
+
+def _selected_heads(
+    augmentation: Augmentation, size: tuple[int, int], attends: Bool[np.ndarray, " layer"]
+) -> Bool[np.ndarray, "layer head"]:
+    """The heads that an augmentation reaches in a model with layers without attention.
+
+    Raises:
+        AugmentationError: Such a layer is named, or none of the chosen layers has attention.
+    """
+    chosen = augmentation.head_mask(*size)
+    lost = np.flatnonzero(chosen.any(1) & ~attends)
+    named = not isinstance(augmentation.layers, str) or augmentation.heads != "all"
+    if len(lost) and (named or not chosen[attends].any()):
+        raise AugmentationError(
+            f"layer {lost[0]} has no attention, so nothing can be augmented there; layers with"
+            f" attention: {', '.join(map(str, np.flatnonzero(attends)))}"
+        )
+    return chosen & attends[:, None]
+
+
+class Term:
+    """At most one augmentation for each row, with static masks of keys and heads."""
+
+    def __init__(
+        self,
+        augmentations: Sequence[Augmentation | None],
+        layouts: Sequence[Layout],
+        size: tuple[int, int],
+        attends: Bool[np.ndarray, " layer"],
+    ) -> None:
+        # The keys and heads of each row.
+        self.augmentations, self.layouts = list(augmentations), list(layouts)
+        keys = np.zeros((len(layouts), max(len(layout) for layout in layouts)), bool)  # row key
+        heads = np.zeros((size[0], len(layouts), size[1]), bool)  # layer row head
+        chosen = {
+            augmentation: _selected_heads(augmentation, size, attends)
+            for augmentation in set(augmentations)
+            if augmentation is not None
+        }
+        for row, (augmentation, layout) in enumerate(zip(augmentations, layouts, strict=True)):
+            if augmentation is not None:
+                for span in layout.spans(augmentation.span):
+                    keys[row, span.start : span.stop] = True
+                heads[:, row] = chosen[augmentation]  # layer head
+        # The last key, the layers, and the rows of each law that reads the scores.
+        self.stop = int(np.flatnonzero(keys.any(0)).max(initial=-1)) + 1
+        self.keys, self.heads = keys[:, : self.stop], heads
+        self.layers = [layer for layer in range(size[0]) if heads[layer].any()]
+        biased = [augmentation is not None for augmentation in augmentations]
+        self.every_head = bool(heads[self.layers][:, biased].all())
+        self.of_all_keys = np.array(
+            [rule is not None and rule.span == "all" for rule in augmentations]
+        )
+        self.rows_by_rule = {
+            augmentation: [
+                row for row, row_rule in enumerate(augmentations) if row_rule == augmentation
+            ]
+            for augmentation in set(augmentations)
+            if augmentation is not None and augmentation.reads_scores
+        }
+
+    def length_biases(
+        self, slots: Int[np.ndarray, " query"], layer_type: LayerType
+    ) -> Float[np.ndarray, "row query"]:
+        """b of every row and query in layers of one type, for laws that depend on the length."""
+        return self._by_row(
+            slots,
+            # `check_bias` also checks a user's custom law.
+            lambda augmentation, layout: augmentation.check_bias(
+                layout.bias(augmentation, slots, layer_type)
+            ),
+            np.zeros(len(slots)),
+        )
+
+    def acting_queries(
+        self, slots: Int[np.ndarray, " query"], layer_type: LayerType
+    ) -> Bool[np.ndarray, "row query"]:
+        """The queries at which laws that read the scores act, in layers of one type."""
+        return self._by_row(
+            slots,
+            lambda augmentation, layout: layout.acts(augmentation, slots, layer_type),
+            np.zeros(len(slots), bool),
+        )
+
+    def _by_row(
+        self,
+        slots: Int[np.ndarray, " query"],
+        read: Callable[[Augmentation, Layout], np.ndarray],
+        nothing: np.ndarray,
+    ) -> np.ndarray:
+        """A value of every row and query, read once for samples that share a prompt's layout."""
+        values: dict[tuple[int, int], np.ndarray] = {}
+        for augmentation, layout in zip(self.augmentations, self.layouts, strict=True):
+            if (id(augmentation), id(layout)) in values:
+                continue
+            value = nothing if augmentation is None else read(augmentation, layout)
+            if augmentation is not None and augmentation.phase == "predicting_only":
+                value = np.where(slots == slots[-1], value, nothing)
+            values[id(augmentation), id(layout)] = value
+        return np.stack(
+            [
+                values[id(augmentation), id(layout)]
+                for augmentation, layout in zip(self.augmentations, self.layouts, strict=True)
+            ]
+        )
