@@ -23,7 +23,7 @@ from lapa2_interp._util.files import write_text
 from lapa2_interp._util.progress import progress_bar
 from lapa2_interp._util.table_formats import as_csv, interval_cells
 from lapa2_interp.bias.recipes import parse_recipes
-from lapa2_interp.circuits.span_effect import forced_logits, span_effect
+from lapa2_interp.circuits.hidden_span import forced_logits, span_effect
 from lapa2_interp.generation.resolve import cell_of
 from lapa2_interp.methods.chat import chat_task
 from lapa2_interp.paper.scripts import ScriptOptions, whole_number

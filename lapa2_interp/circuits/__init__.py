@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from lapa2_interp.circuits.examples import RAW, ContrastExample
     from lapa2_interp.circuits.fading import Fading, measure_fading
     from lapa2_interp.circuits.gradients import Attribution, attribution, prefilter_recall
+    from lapa2_interp.circuits.hidden_span import span_effect
     from lapa2_interp.circuits.knockout import JointCurve, KnockOut, joint_curve, knock_out
     from lapa2_interp.circuits.logit_attribution import HeadLogitAttribution, head_logit_attribution
     from lapa2_interp.circuits.metrics import METRICS, Predictions
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
     )
     from lapa2_interp.circuits.pro_aug import PromptSlope, prompt_slope
     from lapa2_interp.circuits.selection import Selection, select, sufficient_tokens
-    from lapa2_interp.circuits.span_effect import span_effect
     from lapa2_interp.circuits.unit_table import UnitTable
     from lapa2_interp.circuits.units import Unit, make_units
 

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from lapa2_interp._util.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from lapa2_interp.runs.chat_fade import chat_fade
+    from lapa2_interp.runs.fading_chat import chat_fade
     from lapa2_interp.runs.generate import make_cells
     from lapa2_interp.runs.grid import load_grid
     from lapa2_interp.runs.logits_processor import MethodProcessor

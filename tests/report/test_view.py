@@ -20,7 +20,7 @@ from browsers import FLAGS, browser_page, chromium
 from conftest import load, run_of, soft_set
 from huggingface_hub import metadata_load
 
-from lapa2_interp._util.errors import TraceError
+from lapa2_interp._util.errors import RunError, TraceError
 from lapa2_interp.attention.hooked import augmented
 from lapa2_interp.bias.augmentation import Augmentation
 from lapa2_interp.cli.app import main
