@@ -168,10 +168,10 @@ def test_cached_passes_are_one_pass(tiny, of_class, way, monkeypatch):
         with augmented(model, None, layout):
             plain = model(ids)
         with shifted_residual(model, vectors, len(layout) - 1), augmented(model, None, layout):
-            whole = model(ids)
-        assert torch.equal(whole[0, : len(layout) - 1], plain[0, : len(layout) - 1])
+            one_pass = model(ids)
+        assert torch.equal(one_pass[0, : len(layout) - 1], plain[0, : len(layout) - 1])
         computed = torch.stack([step[row] for step in logits])
-        assert torch.allclose(computed, whole[0, -n - 1 :], rtol=0, atol=atol)
+        assert torch.allclose(computed, one_pass[0, -n - 1 :], rtol=0, atol=atol)
         assert (computed - plain[0, -n - 1 :]).abs().max() > 0.01
 
 
