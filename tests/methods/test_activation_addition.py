@@ -233,7 +233,7 @@ def test_the_default_layer_is_in_the_middle():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"layers": "4"}, "caa: layer 4 does not exist; the model has layers 0-3"),
+        ({"layers": 4}, "caa: layer 4 does not exist; the model has layers 0-3"),
         ({"layers": "top"}, "caa: layers: takes 'middle' or numbers from 0, .*; found 'top'"),
         ({"texts": "no.txt"}, "caa: cannot read the texts in no.txt: "),
         ({"texts": "EMPTY"}, "EMPTY has no texts; give a file with one a line"),
