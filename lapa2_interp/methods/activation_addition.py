@@ -63,7 +63,7 @@ class ActivationAddition(Method):
     files: ClassVar[tuple[str, ...]] = ("texts",)
     when_empty: ClassVar[str] = "strength is so large that the model's numbers overflow"
     strength: Annotated[float, Field(allow_inf_nan=False)] = 1.0
-    layers: str = "middle"
+    layers: str | int = "middle"
     texts: str = ""
     with_prefix: bool = False
 
@@ -104,10 +104,11 @@ class ActivationAddition(Method):
         return {layer: difference[layer] for layer in self._chosen(len(difference))}
 
     def _chosen(self, n_layers: int) -> tuple[int, ...]:
-        layers = (n_layers // 2,) if self.layers == "middle" else read_place("layers", self.layers)
+        text = str(self.layers)
+        layers = (n_layers // 2,) if text == "middle" else read_place("layers", text)
         if not isinstance(layers, tuple):
             allowed = f"'middle' or {FORMS['layers']}"
-            raise MethodError(f"caa: layers: takes {allowed}; found {self.layers[:80]!r}")
+            raise MethodError(f"caa: layers: takes {allowed}; found {text[:80]!r}")
         if max(layers) >= n_layers:
             raise MethodError(
                 f"caa: layer {max(layers)} does not exist; the model has layers 0-{n_layers - 1}"

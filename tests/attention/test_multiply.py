@@ -54,7 +54,7 @@ def test_scores_are_multiplied_by_the_formula(tiny, of_class, name):
     """One pass: every score by hand. Cached passes of padded rows: the same logits."""
     model = load(tiny, "float64", of_class)
     own = [Layout.of(model.tokenizer, "Very good:", prompt) for prompt in ("The lake", "I saw")]
-    wholes = []
+    alone = []
     for row, layout in enumerate(own):
         ids = torch.cat([layout.tensor, TOKENS[row : row + 1]], dim=1)
         last, prefix = ids.shape[1] - 1, range(*layout.prefix)
@@ -69,12 +69,12 @@ def test_scores_are_multiplied_by_the_formula(tiny, of_class, name):
             return new
 
         with augmented(model, RULES[name], layout):
-            whole = model(ids)
+            one_pass = model(ids)
         if of_class != "HookedTransformer":
             with edit_scores(model, change):
-                assert torch.allclose(model(ids), whole, rtol=0, atol=1e-9)
-        assert (model(ids) - whole).abs().max() > 1e-3
-        wholes.append(whole[0, -TOKENS.shape[1] - 1 :])
+                assert torch.allclose(model(ids), one_pass, rtol=0, atol=1e-9)
+        assert (model(ids) - one_pass).abs().max() > 1e-3
+        alone.append(one_pass[0, -TOKENS.shape[1] - 1 :])
     padded, rules = left_pad(own), RULES[name]
     state = new_rows(model, rules)
     with augmented(model, rules, padded):
@@ -82,10 +82,10 @@ def test_scores_are_multiplied_by_the_formula(tiny, of_class, name):
         state.expand(torch.arange(2), len(padded[0]) + 4)
         logits += [state.read_tokens(step)[:, -1] for step in TOKENS.split(1, dim=1)]
     atol = 1e-5 if of_class == "HookedTransformer" else 1e-9
-    for row, whole in enumerate(wholes):
+    for row, one_pass in enumerate(alone):
         cached = torch.stack([step[row] for step in logits])
-        kept = slice(-1, None) if name == "key-scale" else slice(None)  # only there it predicts
-        assert torch.allclose(cached[kept], whole[kept], rtol=0, atol=atol)
+        steps = slice(-1, None) if name == "key-scale" else slice(None)  # only there it predicts
+        assert torch.allclose(cached[steps], one_pass[steps], rtol=0, atol=atol)
 
 
 @torch.no_grad()

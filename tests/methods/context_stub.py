@@ -18,6 +18,9 @@ class ContextStub:
     def promoting_neurons(self, tokens, k, upper=False):
         raise AssertionError("not asked for")
 
+    def mean_residual(self, prefix, texts):
+        raise AssertionError("not asked for")
+
     def ids(self, text):
         return [ord(character) for character in text]
 

@@ -168,10 +168,10 @@ def test_cached_passes_are_one_pass(tiny, of_class, way, monkeypatch):
         with augmented(model, None, layout):
             plain = model(ids)
         with shifted_residual(model, vectors, len(layout) - 1), augmented(model, None, layout):
-            whole = model(ids)
-        assert torch.equal(whole[0, : len(layout) - 1], plain[0, : len(layout) - 1])
+            one_pass = model(ids)
+        assert torch.equal(one_pass[0, : len(layout) - 1], plain[0, : len(layout) - 1])
         computed = torch.stack([step[row] for step in logits])
-        assert torch.allclose(computed, whole[0, -n - 1 :], rtol=0, atol=atol)
+        assert torch.allclose(computed, one_pass[0, -n - 1 :], rtol=0, atol=atol)
         assert (computed - plain[0, -n - 1 :]).abs().max() > 0.01
 
 
@@ -233,7 +233,7 @@ def test_the_default_layer_is_in_the_middle():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"layers": "4"}, "caa: layer 4 does not exist; the model has layers 0-3"),
+        ({"layers": 4}, "caa: layer 4 does not exist; the model has layers 0-3"),
         ({"layers": "top"}, "caa: layers: takes 'middle' or numbers from 0, .*; found 'top'"),
         ({"texts": "no.txt"}, "caa: cannot read the texts in no.txt: "),
         ({"texts": "EMPTY"}, "EMPTY has no texts; give a file with one a line"),
