@@ -51,6 +51,7 @@ def main() -> None:
     arms = pd.DataFrame({key: arm_of(cell) for key, cell in run.by_key.items()}).T
     texts = run.texts(list(run.finished)).drop(columns=["task", "method", "arm", "attribute"])
     texts = texts.join(arms, on="cell")
+    texts = texts.drop_duplicates([*GROUP, "arm", "prompt", "attribute", "sample"], keep="last")
     texts = texts[complete(texts, arms)]
     if not len(texts):
         raise RunError(f"{run.name} has no complete round; repeat analyses/labels.sh")
