@@ -55,7 +55,7 @@ def texts_and_traces(run):
     facts = {}
     for key, cell in run.by_key.items():
         for number in range(2):
-            batch = read_batch(run.place(key), number, cell)
+            batch = read_batch(run.cell_folder(key), number, cell)
             tokens = [list(ids) for ids in batch.texts["tokens"]]
             trace = batch.trace["prefix"].values.tobytes()
             facts[key, number] = batch.record.model.attn, tokens, trace
