@@ -1,5 +1,5 @@
 # Users: demo, reproduce. Committed results: gallery, circuits, fading, notebooks, numbers. What ships with the package: prefixes, scorers.
-# Developers: test, test-long, test-hooked, lint, types (all five: check), docs, drills, lowest, newest, audit, sbom, dist, locks, clean.
+# Developers: test, test-long, test-hooked, test-harness, lint, types (all six: check), docs, drills, lowest, newest, audit, sbom, dist, locks, clean.
 SCALE ?= quick
 DATA ?= data
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
@@ -10,7 +10,8 @@ export PYTHONDONTWRITEBYTECODE =
 RUN := .venv/.run-installed
 DEV := .venv/.installed
 HOOKED := .venv-hooked/.installed
-.PHONY: demo reproduce gallery circuits fading notebooks numbers prefixes scorers steering-prompts test test-long drills test-hooked lint types check docs lowest newest audit dist sbom locks clean
+HARNESS := .venv-harness/.installed
+.PHONY: demo reproduce gallery circuits fading notebooks numbers prefixes scorers steering-prompts test test-long drills test-hooked test-harness lint types check docs lowest newest audit dist sbom locks clean
 .DELETE_ON_ERROR:
 
 # A first look, in a minute or two: results/demo/report.html.
@@ -62,6 +63,9 @@ test-long: $(DEV)
 	python -m pytest -m "long and not slow and not alone and not drill" $(PARALLEL)
 test-hooked: $(HOOKED)
 	.venv-hooked/bin/python -m pytest -m "not slow and not drill" $(PARALLEL) tests
+# What drives a model of ours: lm-eval, Inspect.
+test-harness: $(HARNESS)
+	.venv-harness/bin/python -m pytest tests/attention/test_lm_eval.py tests/generation/test_inspect_provider.py
 # Harm that is done to commands on purpose, and a table of what came of it (docs/reliability.md): up to 8 minutes.
 DRILLED ?= tests/faults
 drills: $(DEV)
@@ -71,7 +75,7 @@ lint: $(DEV)
 	ruff format --check .
 types: $(DEV)
 	mypy
-check: test test-long test-hooked lint types
+check: test test-long test-hooked test-harness lint types
 # The site: docs/_build/html/index.html.
 docs: $(DEV)
 	python -m sphinx -W --keep-going --quiet -d docs/_build/doctrees docs docs/_build/html
@@ -92,3 +96,5 @@ $(DEV): $(RUN) requirements.lock
 	@.ci/install dev && touch $@
 $(HOOKED): $(DEV) requirements-hooked.lock
 	@.ci/install hooked && touch $@
+$(HARNESS): $(DEV) requirements-harness.lock
+	@.ci/install harness && touch $@

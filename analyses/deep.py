@@ -83,7 +83,7 @@ model = load_model(name, dtype=item.data.dtype, device=item.data.device)
 texts = [
     (key, Layout.of(model.tokenizer, cell.task.prefix(cell.attribute), made.prompt), made)
     for key, cell in zip(finished["key"], map(item.run.by_key.get, finished["key"]), strict=True)
-    for made in finished_cell(item.run, key).samples.itertuples()
+    for made in finished_cell(item.run, key).texts.itertuples()
 ]
 edges = windows(max(layout.n_live + len(made.tokens) - 1 for _, layout, made in texts))
 rows = []

@@ -104,7 +104,7 @@ def _demo(out: Path, model: str, length: int, threads: int | None) -> None:
     _stage(1, f"the model, {model}")
     from lapa2_interp._util.files import write_text
     from lapa2_interp.models.load import load_tokenizer
-    from lapa2_interp.runs.launch import load_grids
+    from lapa2_interp.runs.sweep import load_grids
     from lapa2_interp.runs.worker import Worker
 
     load_tokenizer(model)  # refuses an unknown model before anything else, and converts SmolLM2
@@ -175,9 +175,9 @@ def _write_texts(out: Path, grid: Grid, worker: Worker) -> None:
     from lapa2_interp._util.commands import command
     from lapa2_interp._util.errors import RunError, pluralize
     from lapa2_interp.runs.engines import InProcess
-    from lapa2_interp.runs.sweep import sweep
+    from lapa2_interp.runs.fill import fill_run
 
-    done = sweep(out, [grid], InProcess(worker=worker), _say)
+    done = fill_run(out, [grid], InProcess(worker=worker), _say)
     if done.failed:
         raise RunError(
             f"{pluralize(len(done.failed), 'cell')} failed;"

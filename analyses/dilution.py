@@ -29,7 +29,7 @@ table = item.data.step_curves(cells, partial(prefix_step_table, names=["prefix",
 # %%
 words = {tuple(where.values()): text for where, text, _ in item.data.groups(cells)}
 fits = []
-for arm, trace, samples in item.data.arm_traces(cells):
+for arm, trace, texts in item.data.arm_traces(cells):
     prefix = pooled(trace, "prefix")[0]
     prefix = prefix[:, ~np.isnan(prefix).any(axis=0)]
     mean, last = prefix.mean(axis=0), prefix.shape[1] - 1
@@ -39,9 +39,7 @@ for arm, trace, samples in item.data.arm_traces(cells):
     fits.append(
         setting | {"C": fit.c, "D": fit.d, "R2": fit.r2, "steps that fall": falls, "n": len(prefix)}
     )
-    difference = paired_difference(
-        prefix[:, 0], samples["prompt"], prefix[:, last], samples["prompt"]
-    )
+    difference = paired_difference(prefix[:, 0], texts["prompt"], prefix[:, last], texts["prompt"])
     text = (
         f"attention on the prefix is less at step {last} than at step 0:"
         f" {words[tuple(setting.values())]}"

@@ -1,9 +1,10 @@
 # %% [markdown]
-# # First look: one prefix, one prompt, every head
+# # First look: a system prompt that fades, and every head
 #
-# Where does a language model look while it writes after the prefix "Very positive:"? What does
-# LaPA2 change, and what do the next-token logits do when a single head is kept from reading the
-# prefix?
+# A chat begins with a system message, and after a few turns the model hardly reads it. How far does
+# it fade, and what does LaPA2 change? Then the same question for one prefix and one prompt: where
+# does every head look, and what do the next-token logits do when a single head is kept from reading
+# the prefix?
 #
 # Everything here is TransformerLens as you know it; `augmented(...)` is a context manager around
 # any forward pass.
@@ -20,13 +21,58 @@ from IPython.display import HTML
 from lapa2_interp import Augmentation, Layout, augmented, generate, load_model, plots
 from lapa2_interp.attention import pooled
 from lapa2_interp.methods import load_task
+from lapa2_interp.methods.chat import chat_task
 from lapa2_interp.models import model_card
 from lapa2_interp.report import view
+from lapa2_interp.runs import chat_fade
 
 MODEL = os.environ.get("LAPA2_MODEL", "smollm2-135m")  # or another of `lapa2 models`, or a folder
 torch.set_grad_enabled(False)
 model = load_model(MODEL)
 print(model_card(model))
+
+# %% [markdown]
+# ## A system prompt that fades
+#
+# Five turns, without and with the bias on the system message. Each turn reads the chat again, and
+# the bias acts where the answer's tokens are predicted. (A model without a chat template gets the
+# simplest one.)
+
+# %%
+if model.tokenizer.chat_template is None:
+    model.tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}\n{% endfor %}"
+task = chat_task(
+    [
+        {"role": "system", "content": "You are a sailor. Speak of the sea in every sentence."},
+        {"role": "user", "content": "Tell me about two old friends."},
+    ],
+    later=["Where did they meet?", "What did they like?", "Why did they part?", "And in the end?"],
+)
+length = min(64, model.cfg.n_ctx // 32)
+chats = generate(model, method="chat", task=task, alpha=[0, 0.5], length=length, eos="stop")
+for _, answer in chats.texts().query("turn in (1, 5)").iterrows():
+    print(f"{answer['arm']}, turn {answer['turn']}: {answer['continuation']!r}\n")
+
+# %% [markdown]
+# Of each answer: `keys` before it, the mean attention on the system message, and its effect, which
+# is the Jensen-Shannon divergence of the next token's predictions with the message and with the
+# message hidden from all later tokens, in nats.
+
+# %%
+fade = chat_fade(model, chats)
+fade[["arm", "turn", "keys", "attention", "effect"]].round(4)
+
+# %%
+figure, (left, right) = plt.subplots(1, 2, figsize=(7, 2.8), layout="constrained")
+for (arm, rows), colour in zip(fade.groupby("arm", sort=False), plots.COLOURS, strict=False):
+    left.plot(rows["turn"], rows["attention"], "o-", ms=4, color=colour, label=arm)
+    right.plot(rows["turn"], 1000 * rows["effect"], "o-", ms=4, color=colour, label=arm)
+left.set(xlabel="turn", ylabel="attention on the system message", ylim=(0, None))
+right.set(xlabel="turn", ylabel="effect of the message, 1/1000 nats", yscale="log")
+left.legend(frameon=False, fontsize=8)
+for axes in (left, right):
+    axes.set_xticks(range(1, 6))
+    axes.spines[["top", "right"]].set_visible(False)
 
 # %% [markdown]
 # ## Which keys are the prefix?
@@ -98,7 +144,7 @@ runs = {
     for arm, alpha in {"plain": 0.0, "alpha 1": 1.0}.items()
 }
 for arm, run in runs.items():
-    print(f"{arm}: {run.samples()['text'][0]!r}\n")
+    print(f"{arm}: {run.texts()['text'][0]!r}\n")
 
 # %% [markdown]
 # ## One head

@@ -163,7 +163,7 @@ def measure_run(n: int) -> dict[str, float]:
             (cell_folder := folder / "many" / CELLS / cell.key).mkdir(parents=True)
             write_cell(cell_folder, cell)
             record = batch.record.model_copy(update={"key": cell.key})
-            write_batch(cell_folder, 0, type(batch)(record, batch.samples, batch.trace))
+            write_batch(cell_folder, 0, type(batch)(record, batch.texts, batch.trace))
             keys.append(cell.key)
         write_listing(folder / "many", Listing(grids={"many": tuple(keys)}))
         before, least = peak(), np.inf

@@ -31,7 +31,7 @@ from lapa2_interp._util.table_formats import as_csv, as_text
 from lapa2_interp.generation.cell import Cell
 from lapa2_interp.paper.scripts import ScriptOptions
 from lapa2_interp.runs.run import load_run
-from lapa2_interp.scoring.registry import ScorerOptions, score_samples
+from lapa2_interp.scoring.registry import ScorerOptions, score_texts
 from lapa2_interp.scoring.scorer import ScoreCache
 from lapa2_interp.stats import mean_interval, paired_difference
 
@@ -49,8 +49,9 @@ def main() -> None:
     options = parser.parse_args()
     run = load_run(options.run, earlier=True)  # of all rounds
     arms = pd.DataFrame({key: arm_of(cell) for key, cell in run.by_key.items()}).T
-    texts = run.samples(list(run.finished)).drop(columns=["task", "method", "arm", "attribute"])
+    texts = run.texts(list(run.finished)).drop(columns=["task", "method", "arm", "attribute"])
     texts = texts.join(arms, on="cell")
+    texts = texts.drop_duplicates([*GROUP, "arm", "prompt", "attribute", "sample"], keep="last")
     texts = texts[complete(texts, arms)]
     if not len(texts):
         raise RunError(f"{run.name} has no complete round; repeat analyses/labels.sh")
@@ -99,7 +100,7 @@ def labelled(texts: pd.DataFrame, train: list[str], cache: ScoreCache) -> pd.Dat
     options = ScorerOptions(task=task)
     name = "toxicity" if task == "detox" else "accuracy"
     for label in ("adapter", "linear"):
-        scores = score_samples(texts, [f"{name}={label}"], options, cache)
+        scores = score_texts(texts, [f"{name}={label}"], options, cache)
         texts[label] = 100.0 * scores["value"].to_numpy(float)
     texts["naive Bayes"] = texts["nll"] = np.nan
     if task != "detox":
@@ -109,7 +110,7 @@ def labelled(texts: pd.DataFrame, train: list[str], cache: ScoreCache) -> pd.Dat
         texts["naive Bayes"] = 100.0 * (guess == texts["attribute"].to_numpy())
     read = (texts["part"] == "bases") & ~texts["text"].str.contains(CHAT_TAG, regex=False)
     if read.any():
-        scores = score_samples(texts[read], ["conditional-perplexity"], options, cache)
+        scores = score_texts(texts[read], ["conditional-perplexity"], options, cache)
         texts.loc[read, "nll"] = np.log(pd.to_numeric(scores["value"]).to_numpy(float))
     return texts
 

@@ -38,14 +38,14 @@ def local_ratio(trace, k, *, without_bos=False):
     return (near / rest).to_numpy()
 
 
-def ratios(trace, samples):
+def ratios(trace, texts):
     """The local ratio of every k against step."""
     frames = []
     for k in NEAREST:
         for without_bos in (False, True):
             ratio = local_ratio(trace, k, without_bos=without_bos)
             ratio = ratio[:, ~np.isnan(ratio).any(axis=0)]
-            low, high = bounds(ratio, samples["prompt"])
+            low, high = bounds(ratio, texts["prompt"])
             columns = {
                 "step": np.arange(ratio.shape[1]),
                 "mean": ratio.mean(0),
@@ -61,11 +61,11 @@ table = item.data.step_curves(cells, ratios)
 # %%
 words = {tuple(where.values()): text for where, text, _ in item.data.groups(cells)}
 values = {}
-for arm, trace, samples in item.data.arm_traces(cells):
+for arm, trace, texts in item.data.arm_traces(cells):
     for k in NEAREST:
         ratios = np.nanmean(local_ratio(trace, k), axis=1)
         setting = words[arm["model"], arm["task"], arm["method"], arm["variant"]]
-        values.setdefault((setting, k), {})[arm["arm"]] = (ratios, samples["prompt"])
+        values.setdefault((setting, k), {})[arm["arm"]] = (ratios, texts["prompt"])
 for (setting, k), arms in values.items():
     for after in [name for name in arms if name != "baseline"]:
         if "baseline" in arms:

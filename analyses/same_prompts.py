@@ -19,7 +19,7 @@ from lapa2_interp._util.files import write_text
 from lapa2_interp._util.table_formats import as_csv, as_text
 from lapa2_interp.paper.scripts import ScriptOptions
 from lapa2_interp.runs.run import load_run
-from lapa2_interp.scoring.registry import ScorerOptions, score_samples
+from lapa2_interp.scoring.registry import ScorerOptions, score_texts
 from lapa2_interp.scoring.scorer import ScoreCache
 from lapa2_interp.stats import mean_interval, paired_difference
 
@@ -42,7 +42,7 @@ def main() -> None:
     parser = ScriptOptions("DExperts beside Air-Decoding on the same prompts")
     parser.add_argument("run", type=Path, help="run folder of figures/bases/same_prompts.toml")
     options = parser.parse_args()
-    texts = load_run(options.run).samples()
+    texts = load_run(options.run).texts()
     texts["arm"] = texts["arm"].where(texts["arm"] == "baseline", HEADS)
     texts["arm"] = texts["arm"].replace("baseline", NONE)
     with ScoreCache(options.run / "scores") as cache:
@@ -62,7 +62,7 @@ def compare(task: str, scorer: str, texts: pd.DataFrame, cache: ScoreCache) -> p
     if geometric:
         first = list(dict.fromkeys(texts["prompt"]))[: PERPLEXITY_PROMPTS[task]]
         texts = texts[texts["prompt"].isin(first)]
-    scores = score_samples(texts, [scorer], ScorerOptions(task=task), cache)
+    scores = score_texts(texts, [scorer], ScorerOptions(task=task), cache)
     scores["value"] = pd.to_numeric(scores["value"])
     scores = scores[scores["value"].notna()]
     if geometric:

@@ -68,7 +68,7 @@ def arm(cell: Cell) -> str:
 
 # %%
 run = load_run(options.run)
-texts = run.samples(**dict(condition.split("=", 1) for condition in options.only))
+texts = run.texts(**dict(condition.split("=", 1) for condition in options.only))
 texts["arm"] = texts["cell"].map({key: arm(cell) for key, cell in run.by_key.items()})
 texts = texts[texts["arm"].isin(options.arms or texts["arm"].unique())]
 GROUP = ["model", "task", "method", "variant"]

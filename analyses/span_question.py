@@ -54,10 +54,10 @@ from lapa2_interp.models.machine import (
 from lapa2_interp.paper.equal_perplexity import interpolate_at_perplexity, resampled_interval
 from lapa2_interp.paper.scripts import ScriptOptions, whole_number
 from lapa2_interp.runs.engines import InProcess
+from lapa2_interp.runs.fill import fill_run
 from lapa2_interp.runs.grid import Grid
 from lapa2_interp.runs.run import finished_cell
-from lapa2_interp.runs.sweep import sweep
-from lapa2_interp.scoring.registry import ScorerOptions, score_samples
+from lapa2_interp.scoring.registry import ScorerOptions, score_texts
 from lapa2_interp.scoring.scorer import ScoreCache, expand_scorers
 from lapa2_interp.scoring.tables import (
     cell_table,
@@ -161,7 +161,7 @@ cells = {
     for arm, augmentation in ARMS.items()
 }
 grids = [Grid(arm, "", tuple(own)) for arm, own in cells.items()]
-done = sweep(folder, grids, InProcess(threads=torch.get_num_threads()))
+done = fill_run(folder, grids, InProcess(threads=torch.get_num_threads()))
 if done.failed:
     finished = command("runs", folder, traceback=True)
     raise RunError(f"{len(done.failed)} cells failed; `{finished}` says why")
@@ -171,8 +171,8 @@ run = load_run(folder)
 def of_arm(arm):
     """The texts of an arm, and their trace."""
     made = [finished_cell(run, cell.key) for cell in cells[arm]]
-    samples = pd.concat([batch.samples for batch in made], ignore_index=True).assign(arm=arm)
-    return samples, join_traces([batch.trace for batch in made], samples)
+    texts = pd.concat([batch.texts for batch in made], ignore_index=True).assign(arm=arm)
+    return texts, join_traces([batch.trace for batch in made], texts)
 
 
 arms = {arm: of_arm(arm) for arm in ARMS}
@@ -194,11 +194,11 @@ for arm, (texts, trace) in arms.items():
         rows.append({"arm": arm, "metric": f"mass: {name}", **interval.columns, "n": interval.n})
 masses = pd.DataFrame(rows)
 
-samples = pd.concat([texts for texts, _ in arms.values()], ignore_index=True)
+judged = pd.concat([texts for texts, _ in arms.values()], ignore_index=True)
 with ScoreCache(options.out / "scores") as cache:
     asked = expand_scorers(["accuracy", "masked", "echo"], ())
-    scores = [score_samples(samples, asked, ScorerOptions(task="sentiment"), cache)]
-    few = samples[samples["sample"] < options.perplexity]
+    scores = [score_texts(judged, asked, ScorerOptions(task="sentiment"), cache)]
+    few = judged[judged["sample"] < options.perplexity]
     weights = run.manifest(next(iter(run.by_key))).model.weights
     scores.append(score_table(few, Perplexity(options.model, generator=weights), cache))
 scores = pd.concat(scores, ignore_index=True)

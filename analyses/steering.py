@@ -96,12 +96,12 @@ with atomic_write(scores_file) as fresh:
     texts.to_parquet(fresh, index=False, compression="zstd")
 for file in item.files["beside"]:
     try:
-        samples = pd.read_parquet(file)
+        more = pd.read_parquet(file)
     except (OSError, ValueError) as error:
         raise RunError(f"cannot read {file}: {error}; give a steering.texts.parquet") from error
-    if set(samples) != set(texts) or set(samples["cell"]) & set(texts["cell"]):
+    if set(more) != set(texts) or set(more["cell"]) & set(texts["cell"]):
         raise RunError(f"{file} has other columns, or cells that are there already; give each once")
-    texts = pd.concat([texts, samples], ignore_index=True)
+    texts = pd.concat([texts, more], ignore_index=True)
 settings = pd.concat([cells, texts])[[*SETTING_COLUMNS]].drop_duplicates().to_dict("records")
 metrics = [name for name in dict.fromkeys(scores["metric"]) if name != "ppl"]
 curves, equal, by_attribute, notes, waiting = [], [], [], [], []

@@ -77,6 +77,34 @@ fading.frame()
 print(f"{MODEL}: {fading.verdict}")
 
 # %% [markdown]
+# ## A long text
+#
+# The same for two prompts behind 8,000 tokens: all that the model has written above, in a row.
+# `TransformersModel` reads such a filler without the matrix of attention scores, in a minute or
+# two each (docs/without-the-matrix.md). Two prompts decide nothing.
+
+# %%
+plain = load_model(MODEL, model_class="TransformersModel")
+written = ContrastSet.of(model, "sentiment", prompts=prompts, tokens=160, samples=4)
+filler, scored = min(8000, plain.cfg.n_ctx - 192), 16
+tokens = [token for example in written.examples for token in example.text]
+texts = {
+    prompt: [tokens[i * scored : i * scored + filler + scored]]
+    for i, prompt in enumerate(judging[:2])
+}
+far = measure_fading(
+    plain,
+    ContrastSet.of(plain, "sentiment", prompts=judging[:2], texts=texts),
+    filler=(64, filler),
+    tokens=scored,
+    heads={"selected": chosen.heads},
+)
+far.fades()
+
+# %%
+far.frame()
+
+# %% [markdown]
 # ## Checks
 
 # %%
@@ -85,5 +113,6 @@ assert known["planted-gain"].verdict == "mass does not"
 sham = known["planted"].frame().query("heads == 'decoy'")["share"]
 assert sham.abs().max() < 1e-4
 assert not set(choosing) & set(judging)
+assert list(far.far) == [64, filler]
 assert all(label in ("positive", "negative") for label in chosen.task)
 print("all checks hold")

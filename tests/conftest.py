@@ -24,6 +24,7 @@ import multiprocessing
 import signal
 import tarfile
 from collections import Counter
+from importlib.util import find_spec
 from itertools import chain
 from multiprocessing import forkserver
 from zlib import crc32
@@ -64,11 +65,18 @@ of families is that of the newest transformer-lens."""
 OF_BOTH = ("conformance", "hooked", "models")
 """Beside a HookedTransformer all of these files, and of the others the tests that are given a model
 class: the rest would run the same code again."""
+NEEDED = {
+    "attention/test_lm_eval.py": "lm_eval",
+    "generation/test_inspect_provider.py": "inspect_ai",
+}
+"""Tests of what an extra brings, and its module: `make test-harness` has the extras."""
+LACKING = [file for file, module in NEEDED.items() if find_spec(module) is None]
 collect_ignore = [*OF_BRIDGES] if HAS_HOOKED else ["attention/test_hooked.py"]
 LOWEST = os.environ.get("LAPA2_LOWEST") == "1"
 """In the environment of the oldest versions, `make lowest`, every test that is named runs."""
 if LOWEST:
     collect_ignore = []
+collect_ignore += LACKING
 
 
 def pytest_collection_modifyitems(config, items):
@@ -251,9 +259,9 @@ def decode_plan(model, plan):
     from lapa2_interp.generation.plan import DecodedBatch
 
     batches = [decode_batch(model, plan, pairs) for pairs in plan.batches]
-    samples = pd.concat([batch.samples for batch in batches], ignore_index=True)
+    texts = pd.concat([batch.texts for batch in batches], ignore_index=True)
     traces = [batch.trace for batch in batches if batch.trace is not None]
-    return DecodedBatch(samples, join_traces(traces, samples) if traces else None)
+    return DecodedBatch(texts, join_traces(traces, texts) if traces else None)
 
 
 def plan(
@@ -301,7 +309,7 @@ def change_texts(folder, change):
     for cell_folder in (folder / "cells").iterdir():
         for number in batch_numbers(cell_folder):
             made = read_batch(cell_folder, number, read_cell(cell_folder, cell_folder.name))
-            write_batch(cell_folder, number, replace(made, samples=change(made.samples)))
+            write_batch(cell_folder, number, replace(made, texts=change(made.texts)))
 
 
 def real_once(cases, length):
@@ -382,7 +390,7 @@ def data():
 PRELOAD = [
     "pytest", "beartype", "pyarrow.parquet", "h5netcdf", "xarray", "transformer_lens", "transformers.models.gpt2.modeling_gpt2",
     "lapa2_interp.models.liveness", "lapa2_interp.cli.app", "lapa2_interp.generation.loop", "lapa2_interp.runs.checks",
-    "lapa2_interp.runs.sweep",
+    "lapa2_interp.runs.fill",
 ]  # fmt: skip
 
 

@@ -76,7 +76,7 @@ OF_THE_DAY = {"created", "seconds", "commit", "made", "when", "source_commit", "
 """Keys of JSON files that differ between two runs of one thing."""
 PRELOAD = [
     "pyarrow.parquet", "h5netcdf", "xarray", "transformer_lens", "transformers.models.gpt2.modeling_gpt2",
-    "lapa2_interp.cli.app", "lapa2_interp.models.liveness", "lapa2_interp.generation.loop", "lapa2_interp.runs.sweep",
+    "lapa2_interp.cli.app", "lapa2_interp.models.liveness", "lapa2_interp.generation.loop", "lapa2_interp.runs.fill",
 ]  # fmt: skip
 
 

@@ -61,7 +61,7 @@ def graphs_on_a_cpu():
 
         return call
 
-    static_rows._print_note.cache_clear()
+    static_rows.print_note.cache_clear()
     with (
         patch.object(static_rows, "SMALLEST_BUCKET", 4),
         patch.dict(static_rows.CAPTURE, {"cpu": replayed}),

@@ -28,8 +28,9 @@ from transformers import DynamicCache, StaticCache
 from lapa2_interp import Augmentation, Layout, augmented, load_model
 from lapa2_interp._util.errors import LayoutError
 from lapa2_interp.attention.cache import PROMPT_SCORES, check_packing, new_rows
+from lapa2_interp.attention.continued_rows import continued_rows
 from lapa2_interp.attention.recorder import Recorder
-from lapa2_interp.attention.static_rows import WARM_UP, continued
+from lapa2_interp.attention.static_rows import WARM_UP
 from lapa2_interp.attention.trace import SUMS
 from lapa2_interp.bias.augmentation import active_augmentations
 from lapa2_interp.bias.layout import left_pad
@@ -226,7 +227,7 @@ class Subject:
         self.model.static = static
         try:
             capacity, rules = len(padded[0]) + STEPS - 1, [rule] * len(rows)
-            block = continued(self.model, state, index, capacity, rules, layouts, recorder)
+            block = continued_rows(self.model, state, index, capacity, rules, layouts, recorder)
             with block as more:
                 tokens = tokens[list(rows), : STEPS - 1].to(self.model.cfg.device)
                 for step in tokens.split(1, dim=1):
@@ -433,7 +434,9 @@ def kept_turns(subject: Subject, rows: tuple[int, ...]) -> torch.Tensor:
         # Rows that have ended run on with other tokens.
         even = [[*answer.tolist(), *[3] * (steps - len(answer))] for answer in answers]
         capacity, index = len(padded[0]) + steps - 1, torch.arange(len(rows))
-        with continued(model, state, index, capacity, [rule] * len(rows), padded, None) as more:
+        with continued_rows(
+            model, state, index, capacity, [rule] * len(rows), padded, None
+        ) as more:
             tokens = torch.tensor(even, device=model.cfg.device)[:, :-1]
             logits += [more.read_tokens(step)[:, -1] for step in tokens.split(1, dim=1)]
         for i, row in enumerate(rows):
@@ -657,14 +660,14 @@ def written_is_drawn_from_one_pass(subject: Subject) -> Compared:
     asked = (methods.get("prefix"), load_task("sentiment"), "positive", prompts, rule)
     finished = generate(model, *asked, length=24, samples=2, seed=5)
     layouts = []
-    for sample in finished.samples.itertuples():
+    for sample in finished.texts.itertuples():
         layouts.append(Layout.of(model.tokenizer, "Very positive:", sample.prompt))
         with augmented(model, rule, layouts[-1]):
             ids = torch.tensor([[*layouts[-1].ids, *sample.tokens[:-1]]])
             logits = model(ids)[0, len(layouts[-1]) - 1 :]
         streams = torch.from_numpy(uniforms(5, sample.prompt, sample.sample, sample.n_tokens))
         assert draw(logits.log_softmax(1), streams, top_k=200).tolist() == [*sample.tokens]
-    forced = teacher_forced(model, layouts, finished.samples["tokens"].tolist(), rule, chunk=7)
+    forced = teacher_forced(model, layouts, finished.texts["tokens"].tolist(), rule, chunk=7)
     return Compared(sums_of(forced), sums_of(finished.trace), subject.trace_atol)
 
 

@@ -74,7 +74,7 @@ def test_deep_reads_what_the_law_leaves(tmp_path):
     model, cells = load("tiny-llama"), load_run(run)
     (key,) = cells.by_key
     shares, gains = [], []
-    for sample in finished_cell(cells, key).samples.itertuples():
+    for sample in finished_cell(cells, key).texts.itertuples():
         layout = Layout.of(model.tokenizer, "Very positive:", sample.prompt)
         pair = [
             teacher_forced(model, layout, [sample.tokens], Augmentation(alpha=alpha))["prefix"]

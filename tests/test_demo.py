@@ -194,11 +194,11 @@ def test_numbers_are_those_of_the_run_folder(made):
         for key, attribute in cells[["key", "attribute"]].to_numpy():
             cell = finished_cell(run, key)
             for kind, scorer in scorers.items():
-                scores = scorer.score([TextItem(text) for text in cell.samples["text"]])
+                scores = scorer.score([TextItem(text) for text in cell.texts["text"]])
                 right[kind] += [
                     scorer.columns[int(np.argmax(score))] == attribute for score in scores
                 ]
-            echoes += [attribute in text.lower().split() for text in cell.samples["text"]]
+            echoes += [attribute in text.lower().split() for text in cell.texts["text"]]
             masses += [  # shorter prompts have more steps
                 float(np.nanmean(step)) for step in cell.trace["prefix"].to_numpy()[0]
             ]
@@ -279,7 +279,7 @@ def test_a_folder_of_something_else_is_left_alone(tmp_path, capsys):
 
 
 def test_the_arms_of_the_default_model_name_heads_that_it_has(tmp_path):
-    from lapa2_interp.runs.launch import load_grids
+    from lapa2_interp.runs.sweep import load_grids
 
     (grid,) = load_grids(tmp_path, [str(SCRIPT.parent / "demo" / "demo.toml")])
     biases = [augmentation for cell in grid.cells for augmentation in cell.active_augmentations]

@@ -168,3 +168,49 @@ def test_locals_have_names_that_say_what_they_are(folder):
         if name in PRONOUNS
     ]
     assert not bad
+
+
+SCRIPTS = ("*.js", "*.j2")
+"""Files with scripts of pages, and templates."""
+
+
+def script_names(text):
+    """Names that a script or a template binds: of const, let and var, of functions, of their
+    parameters, and of loops and macros of a template."""
+    for line in text.splitlines():
+        for names in re.findall(
+            r"\b(?:const|let|var) ([\w\s,{}\[\]]+)|{%-? for ([\w\s,]+) in", line
+        ):
+            yield from re.findall(r"\w+", " ".join(names).partition(" of ")[0])
+        yield from re.findall(r"[,;]\s*(\w+)\s*=(?![=>])", line)
+        for names in re.findall(r"\(([\w\s,{}\[\]=]*)\)\s*=>|\b(\w+)\s*=>", line):
+            yield from re.findall(r"\w+", " ".join(names))
+        for names in re.findall(r"(?:\bfunction|{%-? macro) \w+\s*\(([^)]*)\)", line):
+            yield from re.findall(r"\w+", names)
+
+
+def test_names_of_scripts_are_seen():
+    script = """
+const each = 1, found = 2; let other = 3;
+for (const told of all) {} for (const [kept, i] of all) {}
+all.map((whole, i) => i).filter(place => place);
+function column(given) {}
+{% for each in all %}{% macro rows(found) %}
+"""
+    assert Counter(name for name in script_names(script) if name in PRONOUNS) == {
+        "each": 2, "found": 2, "other": 1, "told": 1, "kept": 1, "whole": 1, "place": 1, "given": 1,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("folder", ["lapa2_interp", "analyses"])
+def test_names_of_scripts_say_what_they_are(folder):
+    top = PACKAGE.parent
+    files = [file for form in SCRIPTS for file in sorted((top / folder).rglob(form))]
+    assert files
+    bad = [
+        f"{file.relative_to(top)}: {name}"
+        for file in files
+        for name in script_names(file.read_text("utf-8"))
+        if name in PRONOUNS
+    ]
+    assert not bad

@@ -144,7 +144,13 @@ def test_the_locks_meet_every_declared_requirement():
     )
     project = declared["project"]
     running = project["dependencies"] + declared["build-system"]["requires"]
-    for texts, versions in ((running, run), (project["optional-dependencies"]["dev"], run | rest)):
+    extras = project["optional-dependencies"]
+    harness = run | rest | locked("requirements-harness.lock")
+    for texts, versions in (
+        (running, run),
+        (extras["dev"], run | rest),
+        (extras["lm-eval"] + extras["inspect"], harness),
+    ):
         for text in texts:
             need = Requirement(text)
             assert need.specifier.contains(versions[canonicalize_name(need.name)]), text
@@ -255,7 +261,7 @@ def test_what_the_package_imports_is_declared():
         f"{imported[name]} imports {name}"
         for name in sorted(others)
         if not declared
-        & {canonicalize_name(package) for package in of_module.get(PARTS.get(name, name), ())}
+        & {canonicalize_name(package) for package in of_module.get(PARTS.get(name, name), (name,))}
     ]
     assert not undeclared, "; ".join(undeclared)
 
@@ -266,7 +272,9 @@ def test_the_workflow_makes_what_the_check_makes():
     workflow = (ROOT / ".github" / "workflows" / "test.yml").read_text()
     there = re.search(r"target: \[(.+)\]", workflow)[1].split(", ")
     assert (
-        {"test", "test-long", "drills", "test-hooked", "lint", "types"} == set(targets) < set(there)
+        {"test", "test-long", "drills", "test-hooked", "test-harness", "lint", "types"}
+        == set(targets)
+        < set(there)
     )
     made = re.findall(r"^([a-z][a-z -]*):", (ROOT / "Makefile").read_text(), re.MULTILINE)
     assert set(there) <= set(" ".join(made).split())

@@ -210,13 +210,13 @@ def test_models_with_small_and_large_vocabularies_write_what_the_oracle_draws(of
         update={"attributes": {"a": Attribute(prefix="w0"), "b": Attribute(prefix="w0 w0")}}
     )
     made = generate(model, method, task, "a", ["w0 w1"], length=12, samples=3, seed=1, top_k=vocab)
-    tokens = np.stack(made.samples["tokens"])
+    tokens = np.stack(made.texts["tokens"])
     assert tokens.min() >= 0
     assert tokens.max() < vocab
     assert (tokens.max() > 65_535) == (vocab > 65_535)
     assert (made.trace["prefix"] <= 1).all()
     if method.name == "prefix":
-        for row in made.samples.itertuples():
+        for row in made.texts.itertuples():
             layout = Layout.of(model.tokenizer, "w0", "w0 w1")
             ids = torch.tensor([[*layout.ids, *row.tokens]])
             with torch.no_grad():
@@ -294,7 +294,7 @@ def test_one_text_and_a_thousand():
         )
         for samples in (1, 1000)
     }  # fmt: skip
-    many, one = made[1000].samples, made[1].samples
+    many, one = made[1000].texts, made[1].texts
     assert len(many) == 1000
     assert len({tuple(tokens) for tokens in many["tokens"]}) > 500
     assert list(one["tokens"][0]) == list(many["tokens"][0])
@@ -310,7 +310,7 @@ def test_a_prompt_may_fill_the_context_but_for_the_text():
         length = len(model.tokenizer(prompt).input_ids) + 5  # counts the prompt
         if fits:
             made = generate(*cell, [prompt], length=length, samples=2)
-            assert (made.samples["n_tokens"] == 5).all()
+            assert (made.texts["n_tokens"] == 5).all()
         else:
             with pytest.raises(LayoutError, match="exceed the context of 256"):
                 generate(*cell, [prompt], length=length, samples=2)

@@ -112,7 +112,7 @@ def test_a_missing_label_joins_no_other_cluster(labels):
         lambda: paired_difference(values, labels, values, CLUSTERS),
         lambda: paired_difference(values, CLUSTERS, values, labels),
         lambda: paired_difference(values, CLUSTERS, values, CLUSTERS, kinds=(labels, labels)),
-        lambda: paired_difference(values, CLUSTERS, values, CLUSTERS, units=(labels, labels)),
+        lambda: paired_difference(values, CLUSTERS, values, CLUSTERS, members=(labels, labels)),
         lambda: distinct_table(["a b"] * 24, labels),
     ):
         with refused:
@@ -168,7 +168,7 @@ def test_no_mean_is_made_of_a_value_that_is_not_there():
 
 
 def test_every_condition_has_a_label_for_each_value():
-    for labels in ({}, {"kinds": (CLUSTERS, CLUSTERS[1:])}, {"units": (CLUSTERS[1:], CLUSTERS)}):
+    for labels in ({}, {"kinds": (CLUSTERS, CLUSTERS[1:])}, {"members": (CLUSTERS[1:], CLUSTERS)}):
         clusters = CLUSTERS if labels else CLUSTERS[1:]
         with pytest.raises(StatisticsError, match="found 24 values and 23 labels"):
             paired_difference(VALUES, CLUSTERS, VALUES, clusters, **labels)
@@ -297,7 +297,7 @@ def test_units_foretell_the_errors_of_values_that_depend_on_each_other():
         order = rng.permutation(3 * prompts * texts)
         sides = one, names, np.tile(two, 3)[order], np.tile(names, 3)[order]
         of_texts = number, np.tile(number, 3)[order]
-        return paired_difference(*sides, resamples=10, units=of_texts)
+        return paired_difference(*sides, resamples=10, members=of_texts)
 
     few = [trial(20, 6) for _ in range(200)]
     assert {round(difference.texts, 9) for difference in few} == {6.0}
@@ -308,17 +308,17 @@ def test_units_foretell_the_errors_of_values_that_depend_on_each_other():
     assert np.mean(foretold) == pytest.approx(np.var(truth), rel=0.15)
 
 
-def test_units_that_only_one_condition_has():
-    """By hand: a cluster's units a, b against b, c; the variance of the difference of the means."""
+def test_members_that_only_one_condition_has():
+    """By hand: a cluster's members a, b against b, c; the variance of the difference of the means."""
     before, after = np.array([0.0, 2.0, 5.0, 5.5]), np.array([3.0, 4.0, 9.0, 6.0])
     names = ["x", "x", "y", "y"]
-    units = (["a", "b", "a", "b"], ["b", "c", "b", "c"])
-    difference = paired_difference(before, names, after, names, units=units)
+    members = (["a", "b", "a", "b"], ["b", "c", "b", "c"])
+    difference = paired_difference(before, names, after, names, members=members)
     assert difference.texts == 2
     inside = (2.0 + 0.125) / 2 / 2 + (0.5 + 4.5) / 2 / 2
     assert np.isnan(
         difference.noise
-    )  # one unit of a cluster is in both, so nothing tells how alike
+    )  # one member of a cluster is in both, so nothing tells how alike
     alone = paired_difference(before, names, after, names)
     assert alone.noise == pytest.approx(min(1, inside / np.var([2.5, 2.25], ddof=1)))
 

@@ -65,10 +65,10 @@ def measure(out: Path, grid: Grid) -> Measured:
     from lapa2_interp.scoring.tables import cell_table, difference_table, distinct_cells
 
     keys = [cell.key for cell in grid.cells]
-    samples = load_run(out).samples(keys)
+    texts = load_run(out).texts(keys)
     stored = out / "scores" / f"{_hash(__version__, *keys)}.parquet"
     if not stored.is_file():
-        _store(stored, _score(samples, grid, out))
+        _store(stored, _score(texts, grid, out))
     scores = pd.read_parquet(stored)
     tables = [cell_table(part) for _, part in scores.groupby("scorer", sort=False)]
     judged = out / "scores" / f"{_hash(__version__, *SYNTHETIC.values())}.parquet"
@@ -79,13 +79,13 @@ def measure(out: Path, grid: Grid) -> Measured:
         drawn = draw_log_odds(lengths, L_PRE, texts=SYNTHETIC["texts"], seed=1)
         verdicts = synthetic_verdicts(drawn, lengths, L_PRE, (0.0, 0.5, 1.0))
         _store(judged, verdicts)
-    cells = pd.concat([*tables, distinct_cells(samples)], ignore_index=True)
+    cells = pd.concat([*tables, distinct_cells(texts)], ignore_index=True)
     return Measured(cells, difference_table(scores), verdicts)
 
 
-def _score(samples: pd.DataFrame, grid: Grid, out: Path) -> pd.DataFrame:
+def _score(texts: pd.DataFrame, grid: Grid, out: Path) -> pd.DataFrame:
     from lapa2_interp.runs.run import load_run
-    from lapa2_interp.scoring.registry import ScorerOptions, score_samples
+    from lapa2_interp.scoring.registry import ScorerOptions, score_texts
     from lapa2_interp.scoring.scorer import ScoreCache, expand_scorers
     from lapa2_interp.scoring.tables import score_table
     from lapa2_interp.scoring.transformer import Perplexity
@@ -94,9 +94,9 @@ def _score(samples: pd.DataFrame, grid: Grid, out: Path) -> pd.DataFrame:
     weights = load_run(out).manifest(cell.key).model.weights
     with ScoreCache(out / "scores") as cache:
         asked = expand_scorers(("accuracy", "echo"), ())
-        scores = score_samples(samples, asked, ScorerOptions(task="sentiment"), cache)
+        scores = score_texts(texts, asked, ScorerOptions(task="sentiment"), cache)
         perplexity = Perplexity(cell.model, SCORER_DTYPE, generator=weights)
-        return pd.concat([scores, score_table(samples, perplexity, cache)], ignore_index=True)
+        return pd.concat([scores, score_table(texts, perplexity, cache)], ignore_index=True)
 
 
 def _store(file: Path, table: pd.DataFrame) -> None:
@@ -429,7 +429,7 @@ def _head_figure(alphas: Sequence[float], mass: np.ndarray) -> plots.Drawing:
 def texts(run: Run, grid: Grid, arms: Mapping[str, str]) -> Panel:
     """Texts of one prompt side by side."""
     from lapa2_interp.models.load import load_tokenizer
-    from lapa2_interp.report.run_texts import MASS_UNIT, colour_top, text_column
+    from lapa2_interp.report.run_texts import MASS_SCALE, colour_top, text_column
 
     # The texts and attention of every arm, on one scale of colour.
     cell = grid.cells[0]
@@ -451,7 +451,7 @@ def texts(run: Run, grid: Grid, arms: Mapping[str, str]) -> Panel:
     for i, prompt in enumerate(prompts):
         for attribute in attributes:
             made = [
-                _coloured_tokens(columns[attribute, arm]["texts"][i], top, MASS_UNIT)
+                _coloured_tokens(columns[attribute, arm]["texts"][i], top, MASS_SCALE)
                 | {"arm": arm_label(arm)}
                 for arm in names
             ]
@@ -478,7 +478,7 @@ def texts(run: Run, grid: Grid, arms: Mapping[str, str]) -> Panel:
         for arm in names
     }
     listed = ", ".join(
-        f"{100 * mean * MASS_UNIT:.1f} % {'at ' * (arm != '0')}{arm_label(arm)}"
+        f"{100 * mean * MASS_SCALE:.1f} % {'at ' * (arm != '0')}{arm_label(arm)}"
         for arm, mean in means.items()
     )
     model = cell.model
@@ -500,7 +500,7 @@ def texts(run: Run, grid: Grid, arms: Mapping[str, str]) -> Panel:
         data={
             "groups": [group for group in groups if group["open"]],
             "folded": [group for group in groups if not group["open"]],
-            "ends": ["0 %", f"{100 * top * MASS_UNIT:.0f} % or more"],
+            "ends": ["0 %", f"{100 * top * MASS_SCALE:.0f} % or more"],
         },
     )
 

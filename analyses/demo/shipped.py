@@ -41,7 +41,7 @@ def texts(runs: Sequence[Path], n: int) -> Mapping[str, Any]:
     by_run = []
     for folder in runs:
         run = finished_cell(load_run(folder))
-        samples = run.samples.to_dict("records")
+        texts = run.texts.to_dict("records")
         by_run.append(
             [
                 {
@@ -50,7 +50,7 @@ def texts(runs: Sequence[Path], n: int) -> Mapping[str, Any]:
                     "tokens": [int(t) for t in row["tokens"]][:TOKENS],
                     "text": row["text"],
                 }
-                for row in samples
+                for row in texts
             ]
         )
     turns = [text for group in zip(*by_run, strict=False) for text in group]
@@ -67,7 +67,7 @@ def examples(folder: Path) -> Mapping[str, Any]:
     run = load_run(folder)
     made: dict[str, Any] = {}
     for key, cell in run.finished.items():
-        text = str(run.samples([key])["text"].iloc[0])
+        text = str(run.texts([key])["text"].iloc[0])
         if cell.augmentation is None:
             made.setdefault(cell.method, {})["base"] = text
         else:

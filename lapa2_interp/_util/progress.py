@@ -21,19 +21,19 @@ LINE_EVERY = 15.0
 """Seconds."""
 
 
-def progress_bar(total: int, label: str, unit: str = "token", *, initial: int = 0) -> tqdm:
+def progress_bar(total: int, label: str, noun: str = "token", *, initial: int = 0) -> tqdm:
     """A bar to advance by `update`; a context manager.
 
     Args:
-        total: Number of units.
+        total: Number of what is counted.
         label: Name of the work.
-        unit: Name of a unit, in the singular.
-        initial: Units done before.
+        noun: What is counted, in the singular.
+        initial: Number that was done before.
     """
     form: dict[str, Any] = {
         "desc": escape_line(label),
         "total": total,
-        "unit": unit,
+        "unit": noun,
         "initial": initial,
         "delay": SHOWN_AFTER,
     }
@@ -46,13 +46,13 @@ def progress_bar(total: int, label: str, unit: str = "token", *, initial: int = 
 
 @contextmanager
 def given_or_new_bar(
-    bar: tqdm | None, total: int, label: str, unit: str = "token"
+    bar: tqdm | None, total: int, label: str, noun: str = "token"
 ) -> Iterator[tqdm]:
     """The given bar, or a new one that is closed at the end of the block."""
     if bar is not None:
         yield bar
         return
-    with progress_bar(total, label, unit) as own:
+    with progress_bar(total, label, noun) as own:
         yield own
 
 
@@ -62,14 +62,14 @@ def hidden_bar() -> tqdm:
 
 
 class CountingBar(tqdm):
-    """A bar that shows nothing, and reports the number of finished units to a function."""
+    """A bar that shows nothing, and reports the number that is finished to a function."""
 
     def __init__(self, report: Callable[[int], object]) -> None:
         super().__init__(disable=True)
         self.report, self.done = report, 0
 
     def update(self, n: int | float | None = 1) -> None:
-        """Count units, and report."""
+        """Count, and report."""
         self.done += int(n or 0)
         self.report(self.done)
 

@@ -27,11 +27,13 @@ def format_number(value: float, form: str = ".3g") -> str:
     return f"{value:{sign}z{digits}}"
 
 
-def format_interval(mean: float, low: float, high: float, form: str = ".3g", unit: str = "") -> str:
-    """A number, its unit, and if it is known its interval: "61 % [55, 67]"."""
+def format_interval(
+    mean: float, low: float, high: float, form: str = ".3g", suffix: str = ""
+) -> str:
+    """A number, a suffix, and if it is known the interval: "61 % [55, 67]"."""
     if math.isnan(mean):
         return format_number(mean)
-    return f"{format_number(mean, form)}{unit}{interval_text(low, high, form)}"
+    return f"{format_number(mean, form)}{suffix}{interval_text(low, high, form)}"
 
 
 def interval_cells(

@@ -80,7 +80,7 @@ class _PassTerm:
 
 @dataclass
 class _LengthPassTerm(_PassTerm):
-    """Its bias `b` depends on the length, and is that of all its heads."""
+    """The bias `b` depends on the length, and is equal in all heads."""
 
     b: Float[Tensor, "row 1 query"]
     b_keys: Float[Tensor, "row 1 query key"] | None = None
@@ -111,7 +111,7 @@ class _FactorPassTerm(_LengthPassTerm):
 
 @dataclass
 class _ScorePassTerm(_PassTerm):
-    """Its bias depends on the scores: `acts` is the mask of the queries at which it acts."""
+    """The bias depends on the scores: `acts` is the mask of the queries at which it acts."""
 
     acts: Bool[Tensor, "row query"]
 
@@ -317,7 +317,7 @@ class BatchBias:
         """The scores with the bias on the spans' keys, as a new tensor in at least float32.
 
         A pass may read only the beginning of the layouts; later keys get nothing. If these queries
-        get no bias, the given tensor is returned.
+        get no bias, the tensor itself is returned.
 
         Args:
             first: The slot of the first query.

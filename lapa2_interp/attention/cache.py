@@ -4,7 +4,7 @@ The interface has the prompt pass, the expansion to samples, and further tokens.
 
 Rows are left-padded; the attention mask and (on the bridge) explicit positions go with every call.
 On TransformerBridge keys and values lie in buffers of their final size, and each step writes one
-slot. HookedTransformer concatenates them.
+slot. HookedTransformer concatenates keys and values.
 
 A soft prefix fills the first slots of its rows' cache before anything is read. In rows without a
 soft prefix those slots are masked. `RecomputedRows` has the same interface and no cache.
@@ -81,7 +81,7 @@ def check_packing(model: Model) -> None:
     """Refuse a model whose rows cannot be cut.
 
     Raises:
-        LayoutError: It has recurrent or convolutional layers.
+        LayoutError: The model has recurrent or convolutional layers.
     """
     layers = new_cache_layers(model, DynamicLayer) if is_bridge(model) else []
     if any(hasattr(layer, "conv_states") for layer in layers):
@@ -138,7 +138,7 @@ def check_readable(model: Model, layouts: Sequence[Layout]) -> None:
 
     Raises:
         ModelError: Its dropout is on, or its passes drop the cache.
-        LayoutError: It has no embedding for a token.
+        LayoutError: The model has no embedding for a token.
     """
     network = network_of(model)
     check_no_checkpointing(network)
@@ -273,7 +273,7 @@ class _CachedRows:
     """Rows with a cache.
 
     Args:
-        in_pieces: Read a long prompt in pieces of queries. Without it, edits of a pass meet all
+        in_pieces: Read a long prompt in pieces of queries. In one piece, edits of a pass meet all
             tokens of the prompt at once.
     """
 

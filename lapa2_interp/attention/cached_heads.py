@@ -2,7 +2,7 @@
 
 A layer's keys and values lie in one buffer, token by token (`SlotLayer`). Where query heads share a
 key-value head, transformers' `repeat_kv` copies every cached slot, in every layer at every step. At
-130 keys that is a third of a step's time; views (`CachedHeads`) avoid it.
+130 keys the copies take a third of a step's time; views (`CachedHeads`) avoid the copies.
 """
 
 from __future__ import annotations

@@ -5,9 +5,9 @@ A TransformerLens model has hook points, a plain transformers model the interfac
     with augmented(model, Augmentation(alpha=0.5), Layout.of(model.tokenizer, "Very positive:", "The lake")):
         logits = model(tokens)
 
-1. Before each forward pass note the number of cached keys: with the layouts, it gives every query's
-   slot and l. The last dimension of a score tensor would not give l: padding and fixed-size caches
-   make it larger than l.
+1. Before each forward pass note the number of cached keys: with the layouts, that number gives
+   every query's slot and l. The last dimension of a score tensor would not give l: padding and
+   fixed-size caches make that dimension larger than l.
 2. At `blocks.{i}.attn.hook_attn_scores` ([row, head, query, key], masked, before softmax) add b(l)
    to the span's keys, row by row, in at least float32 (Eq. 9).
 3. At `blocks.{i}.attn.hook_pattern` let an observer read the pattern, and give half-precision
@@ -19,63 +19,53 @@ block ends, also by an exception, the model is as before.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
-from inspect import signature
 from typing import Any, Protocol, runtime_checkable
 
-import numpy as np
-import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float
 from torch import Tensor
-from torch.nn.functional import pad
 
-from lapa2_interp._util.errors import DeadHookError, LayoutError, ModelError, TraceError
-from lapa2_interp.attention.batch_bias import BatchBias
+from lapa2_interp._util.errors import DeadHookError, LayoutError, TraceError
+from lapa2_interp.attention.batch_bias import CapCallback
+from lapa2_interp.attention.block_rows import BlockRows, FoundRows
 from lapa2_interp.bias.augmentation import (
     Augmentation,
     AugmentationLike,
     active_augmentations,
     broadcast_to_rows,
 )
-from lapa2_interp.bias.layer_types import LayerType, describe_layers, describe_runs
+from lapa2_interp.bias.find_spans import Absent, Occurrence, SpanFinder, Target
+from lapa2_interp.bias.layer_types import describe_layers
 from lapa2_interp.bias.layout import Layout
 from lapa2_interp.bias.recipes import resolve_recipes
 from lapa2_interp.models.attention_interface import (
     AttentionHooks,
-    check_matrix_fits,
     hook_attention,
 )
 from lapa2_interp.models.blocks import attach_hooks, has_open_block
-from lapa2_interp.models.cache_name import cache_of
 from lapa2_interp.models.card import (
     Model,
     attention_layers,
     is_bridge,
-    layer_types,
-    n_layers_and_heads,
     network_of,
     plain_network,
     weights_dtype,
 )
-from lapa2_interp.models.liveness import HOOK_PATTERN, HOOK_SCORES
+from lapa2_interp.models.hook_names import HOOK_PATTERN, HOOK_SCORES
 from lapa2_interp.models.machine import Attn
 from lapa2_interp.models.positions import rows_problem
 from lapa2_interp.models.rotary import refuse_mixed_rotary
 from lapa2_interp.models.span_attention import SpanScores
-
-MASK_CHECK_INTERVAL = 64
-"""Tokens between two checks of the mask, in passes of one token."""
 
 
 @runtime_checkable
 class Observer(Protocol):
     """A reader of attention patterns while the model runs, such as `attention.recorder.Recorder`.
 
-    If it has a method `capped`, that is called before `observe` of the same layer and pass, with
-    the mask of the biases that were cut at +-BIAS_CAP (`batch_bias.CapCallback`).
+    A method `capped`, if the reader has one, is called before `observe` of the same layer and pass,
+    with the mask of the biases that were cut at +-BIAS_CAP (`batch_bias.CapCallback`).
     """
 
     def observe(self, layer: int, pattern: Float[Tensor, "row head query key"], first: int) -> None:
@@ -97,24 +87,39 @@ class SpanObserver(Observer, Protocol):
 def augmented(
     model: Model,
     augmentation: Augmentation | Sequence[AugmentationLike] | str | None,
-    layout: Layout | Sequence[Layout],
+    layout: Layout | Sequence[Layout] | None = None,
     observer: Observer | None = None,
     check_ids: bool = True,
-) -> Iterator[Mapping[int, str]]:
+    *,
+    find: Target | Sequence[Target] | None = None,
+    occurrence: Occurrence = "only",
+    absent: Absent = "refuse",
+    tokenizer: Any = None,
+) -> Iterator[Any]:
     """Apply an augmentation to every forward pass of a model inside the block.
 
-    It works with `model(tokens)`, `run_with_cache`, `run_with_hooks`, KV caches and other hooks.
-    The forward pass must read the layout's keys: `layout.tensor`, or left-padded rows of several
-    layouts (`PaddedRows.of`) with their attention mask; positions that are not given come from the
-    layouts. A prompt may be read in several passes with a cache. A plain transformers model may
-    also `generate`, by sampling or with beams:
+    The augmentation works with `model(tokens)`, `run_with_cache`, `run_with_hooks`, KV caches and
+    other hooks. The forward pass must read the layout's keys: `layout.tensor`, or left-padded rows
+    of several layouts (`PaddedRows.of`) with their attention mask; positions that are not given
+    come from the layouts. A prompt may be read in several passes with a cache. A plain transformers
+    model may also `generate`, by sampling or with beams:
 
         with augmented(hf_model, Augmentation(alpha=0.5), layout):
             mask = torch.ones_like(layout.tensor)
             hf_model.generate(layout.tensor, attention_mask=mask, max_new_tokens=100)
 
-    Hooks on scores that are added before the block act before the augmentation, and those added
-    inside it after. So a law that reads the scores belongs in the innermost block.
+    Where other code makes the rows (a pipeline, a harness, a trainer), `find` takes the place of
+    layouts: the span is searched in the ids of each first pass of a text, row by row, and kept for
+    the passes behind its cache (docs/inside-other-tools.md):
+
+        with augmented(hf_model, "lapa2", find="You are a sailor.", tokenizer=tokenizer):
+            pipeline("text-generation", hf_model, tokenizer=tokenizer)(chat)
+
+    Such rows are augmented at every query after the span, unless the augmentation names a phase.
+    The first token of a row counts as BOS unless it is in the span.
+
+    Hooks on scores that are added before the block act before the augmentation, and hooks added
+    inside the block after. So a law that reads the scores belongs in the innermost block.
 
     Example:
         >>> from lapa2_interp import Augmentation, Layout, augmented, load_model
@@ -135,42 +140,51 @@ def augmented(
         observer: Gets the attention pattern of every layer and pass.
         check_ids: Refuse a pass whose token ids are not those of the layouts. With False the
             layouts only give the spans.
+        find: In place of layouts: a text, token ids, a function of a row's ids that returns (start,
+            stop), or a list of these, which are one span together. A text takes all tokens that
+            have a letter of it.
+        occurrence: The occurrence in a row that counts: "first", "last", or "only", which refuses
+            rows with several.
+        absent: "refuse" rows without the span, or "leave" them alone and count them.
+        tokenizer: By which texts are found; by default `model.tokenizer`.
 
     Yields:
         Of a plain transformers model: by layer, the path of the last pass of several queries,
-        "fused", or the reason why it has formed the matrix of scores
-        (`models.attention_interface`). Empty with hooks, which always form it.
+        "fused", or the reason why the pass has formed the matrix of scores
+        (`models.attention_interface`). Empty with hooks, which always form the matrix. With
+        `find` a `bias.find_spans.SpanFinder`, with the numbers `rows` and `left` of rows read and
+        left.
 
     Raises:
         AugmentationError: Layers or heads the model does not have, or a bias that is too large.
-        ModelError: The model is none of these, or compiled, or in training mode with gradient
+        ModelError: The model is of another class, or compiled, or in training mode with gradient
             checkpointing; or a block or pass is another thread's or a copy's; or its queries see
             other keys than its configuration says.
         TraceError: A recorder was made for layers of other types.
         DeadHookError: A pass did not call the augmentation, since hooks or attention function were
             changed inside the block.
         LayoutError: A span lies outside the sequence; the numbers of augmentations, layouts and
-            rows of the forward pass differ; it reads other tokens or masks other slots than the
-            layouts have; it mixes rotary factors (`rotary.refuse_mixed_rotary`); a cache has
+            rows of the forward pass differ; the pass reads other tokens or masks other slots than
+            the layouts have, or mixes rotary factors (`rotary.refuse_mixed_rotary`); a cache has
             dropped keys; or, under phase "predicting_only", a cache holds keys that were computed
             under the augmentation; or the network reads padded rows otherwise than alone
-            (`positions.rows_problem`, tried once for each network by short passes).
+            (`positions.rows_problem`, tried once for each network by short passes). With `find`,
+            a row lacks the span, or a pass does not show its rows (`block_rows.FoundRows.of_pass`).
     """
     plain = plain_network(model)
     refuse_mixed_rotary(network_of(model))
-    layouts = list(layout) if isinstance(layout, Sequence) else [layout]
-    padded = plain is not None and any(row_layout.pad for row_layout in layouts)
-    if padded and not has_open_block(model) and (problem := rows_problem(model)) is not None:
-        raise LayoutError(f"{problem}; read rows of one length together")
-    # The bias, and the check of each pass.
-    bias = BatchBias(
-        _augmentations_of_rows(augmentation, layouts),
-        layouts,
-        n_layers_and_heads(model),
-        layer_types(model),
-        may_repeat=plain is model,
-        capped=getattr(observer, "capped", None),
-    )
+    capped = getattr(observer, "capped", None)
+    searched: FoundRows | None = None
+    if find is None:
+        rows = _rows_of_layouts(model, augmentation, layout, check_ids, capped)
+    elif layout is not None:
+        raise LayoutError("augmented was given a layout and find; give one of the two")
+    else:
+        tokenizer = getattr(model, "tokenizer", None) if tokenizer is None else tokenizer
+        finder = SpanFinder(find, occurrence, absent, tokenizer)
+        searched = FoundRows(model, augmentation, finder, capped)
+        rows = searched.sample
+    bias = rows.bias
     recorded = getattr(observer, "layer_types", None)
     if recorded is not None and recorded != bias.layer_types:
         raise TraceError(
@@ -178,39 +192,26 @@ def augmented(
             f" {describe_layers(bias.layer_types)}; give Recorder(...,"
             " layer_types=layer_types(model)), of lapa2_interp.models.card"
         )
-    passes = _PassCheck(model, layouts, check_ids)
-    augmented_slot: float = math.inf  # the slot of a query whose keys and values are augmented
     unchecked = set(bias.score_law_layers)  # layers that may have a learned sink
+
+    def begin(arguments: dict[str, Any]) -> int:
+        nonlocal rows
+        if searched is not None:
+            rows = searched.of_pass(arguments)
+        return rows.check.begin(arguments)
 
     # The hooks of a layer.
     def check_sight(layer: int, scores: Tensor, first: int) -> None:
-        passes.check_sight(layer, bias.layer_types[layer], scores, first)
-
-    def check_pass(n_queries: int, n_keys: int, first: int) -> None:
-        nonlocal augmented_slot
-        _check_cache_complete(n_queries, n_keys, first)
-        if n_keys < bias.last_key and not passes.is_ours:
-            raise LayoutError(
-                f"the span ends at slot {bias.last_key} but the forward pass has"
-                f" {n_keys} keys; feed the layout's own ids (layout.tensor)"
-            )
-        if first > augmented_slot:
-            raise LayoutError(
-                "under phase 'predicting_only' a cache must not keep keys of the query that"
-                " predicts; use new_rows(model, rules), a pass over the whole text, or"
-                " phase 'last_query'"
-            )
-        last = first + n_queries - 1
-        augmented_slot = last if bias.query_phase_acts_on(last) else math.inf
+        rows.check.check_sight(layer, bias.layer_types[layer], scores, first)
 
     def add_bias(layer: int, scores: Tensor, first: int) -> Tensor:
-        check_pass(scores.shape[2], scores.shape[3], first)
-        return bias.add(layer, scores, first) if layer in bias.layers else scores
+        rows.check_pass(scores.shape[2], scores.shape[3], first)
+        return rows.bias.add(layer, scores, first) if layer in bias.layers else scores
 
     def add_bias_to_spans(layer: int, scores: SpanScores) -> None:
-        check_pass(scores.n_queries, scores.n_keys, scores.first)
+        rows.check_pass(scores.n_queries, scores.n_keys, scores.first)
         if layer in bias.layers:
-            bias.add_to_spans(layer, scores)
+            rows.bias.add_to_spans(layer, scores)
 
     def read_pattern(layer: int, pattern: Tensor, first: int) -> None:
         if layer in unchecked:
@@ -235,6 +236,9 @@ def augmented(
         return observer.needs_patterns(layer) if isinstance(observer, SpanObserver) else None
 
     # Attach them.
+    keep = ExitStack()
+    if searched is not None:
+        keep.callback(network_of(model).register_forward_hook(searched.keep).remove)
     observed = attention_layers(model) if observer is not None else bias.layers
     if plain is not None:
         reads_spans = observer is None or isinstance(observer, SpanObserver)
@@ -248,18 +252,18 @@ def augmented(
             paths=getattr(model, "paths", {}),
         )
         attn: Attn = getattr(model, "attn", "auto")
-        with hook_attention(plain, hooks, passes.begin, observed, attn):
-            yield hooks.paths
+        with keep, hook_attention(plain, hooks, begin, observed, attn):
+            yield hooks.paths if searched is None else searched.finder
         return
 
     def on_masked(scores: Tensor, hook: Any, layer: int) -> None:
-        check_sight(layer, scores, passes.first_query(scores))
+        check_sight(layer, scores, rows.check.first_query(scores))
 
     def on_scores(scores: Tensor, hook: Any, layer: int) -> Tensor:
-        return add_bias(layer, scores, passes.first_query(scores))
+        return add_bias(layer, scores, rows.check.first_query(scores))
 
     def on_pattern(pattern: Tensor, hook: Any, layer: int) -> Tensor:
-        read_pattern(layer, pattern, passes.first_query(pattern))
+        read_pattern(layer, pattern, rows.check.first_query(pattern))
         return pattern.to(weights_dtype(model))
 
     if not is_bridge(model):
@@ -272,8 +276,32 @@ def augmented(
             (HOOK_PATTERN, on_pattern, observed),
         )
     )
-    with attach_hooks(model, [*score_hooks, *pattern_hooks], passes.begin, ahead=sight_hooks):
-        yield {}
+    with keep, attach_hooks(model, [*score_hooks, *pattern_hooks], begin, ahead=sight_hooks):
+        yield {} if searched is None else searched.finder
+
+
+def _rows_of_layouts(
+    model: Model,
+    augmentation: Any,
+    layout: Layout | Sequence[Layout] | None,
+    check_ids: bool,
+    capped: CapCallback | None,
+) -> BlockRows:
+    """The rows of a block whose layouts are given.
+
+    Raises:
+        LayoutError: As `augmented`.
+    """
+    if layout is None:
+        raise LayoutError(
+            "augmented was given no layout; give one, such as Layout.of(...), or find=..., a text"
+        )
+    layouts = list(layout) if isinstance(layout, Sequence) else [layout]
+    rules = _augmentations_of_rows(augmentation, layouts)
+    padded = plain_network(model) is not None and any(row_layout.pad for row_layout in layouts)
+    if padded and not has_open_block(model) and (problem := rows_problem(model)) is not None:
+        raise LayoutError(f"{problem}; read rows of one length together")
+    return BlockRows(model, rules, layouts, check_ids, capped)
 
 
 def _augmentations_of_rows(
@@ -306,213 +334,12 @@ def _augmentations_of_rows(
     return [active_augmentations(row) for row in rules]
 
 
-class _PassCheck:
-    """A check of a block's forward passes: the arguments of each are compared with the layouts.
-
-    Attributes:
-        is_ours: True if the pass's ids are known to be those of the layouts.
-    """
-
-    def __init__(self, model: Model, layouts: Sequence[Layout], check_ids: bool) -> None:
-        self.model, self.layouts, self.check_ids = model, layouts, check_ids
-        width = max(map(len, layouts))
-        ids = [[-1] * row_layout.bos.start + list(row_layout.ids) for row_layout in layouts]
-        self.ids = torch.tensor([row + [-1] * (width - len(row)) for row in ids])  # layout slot
-        slot = torch.arange(width)
-        soft, pad, stop = (
-            torch.tensor([[number(row_layout)] for row_layout in layouts])
-            for number in (
-                lambda row_layout: row_layout.soft,
-                lambda row_layout: row_layout.pad,
-                len,
-            )
-        )
-        self.pads, self.in_layout = pad, slot < stop
-        self.live = (slot < soft) | (slot >= soft + pad)  # layout slot
-        self.first, self.is_ours = 0, False
-        self.sights: dict[tuple[LayerType, int], Tensor] = {}  # layout slot
-        self.unread: Tensor | None = None
-
-    def begin(self, arguments: dict[str, Any]) -> int:
-        """Compare a pass's arguments with the layouts, and add the positions of padded rows.
-
-        Returns:
-            The slot of its first query.
-
-        Raises:
-            LayoutError: It reads other tokens, masks other slots, or cannot be given positions.
-        """
-        self.is_ours = False
-        if "tokens" in arguments:  # the ids that a HookedTransformer embeds
-            self.unread = arguments["tokens"]
-            return self.first
-        self.first = n_cached_keys(arguments)
-        self._check_mask(arguments)
-        if is_bridge(self.model) and plain_network(self.model) is None:
-            check_matrix_fits(network_of(self.model), arguments, "the model has hooks on them")
-        if not is_bridge(self.model) and plain_network(self.model) is None:
-            return self.first
-        ids = arguments.get("input_ids")
-        if ids is not None:
-            self._check_ids(ids)
-        if self.pads.any() and arguments.get("position_ids") is None:
-            inputs = arguments.get("inputs_embeds") if ids is None else ids
-            self._add_positions(arguments, inputs)
-        return self.first
-
-    def first_query(self, attention: Tensor) -> int:
-        """The slot of the first query, from scores or pattern [row head query key]."""
-        # A HookedTransformer's only cache concatenates, and its `generate` does not call the
-        # module's hooks; the bridge's cache may have more slots than live keys.
-        if not is_bridge(self.model):
-            self.first = attention.shape[3] - attention.shape[2]
-            ids, self.unread = self.unread, None
-            if ids is not None:
-                self._check_ids(ids)
-        _check_cache_complete(attention.shape[2], attention.shape[3], self.first)
-        return self.first
-
-    def _repeat_rows(self, table: Tensor, n_rows: int) -> Tensor | None:
-        """A table of the layouts for the rows of a pass, in which the copies of a row follow each
-        other; None if the pass has other rows, which `BatchBias` refuses."""
-        copies, left = divmod(n_rows, len(table))
-        return None if left else table.repeat_interleave(copies, 0)
-
-    def _check_ids(self, ids: Int[Tensor, "row query"]) -> None:
-        stop = min(self.first + ids.shape[1], self.ids.shape[1])
-        wanted = self._repeat_rows(self.ids[:, self.first : stop], len(ids))
-        if not self.check_ids or wanted is None:
-            return
-        self.is_ours = True
-        read_ids = ids[:, : wanted.shape[1]].cpu()
-        if (wrong := ((wanted >= 0) & (read_ids != wanted)).nonzero()).numel():
-            row, query = wrong[0].tolist()
-            raise LayoutError(
-                f"row {row} reads {self._shown(read_ids[row, query])} in slot {self.first + query},"
-                f" where its layout has {self._shown(wanted[row, query])}; feed the layout's own"
-                " ids (layout.tensor), or give check_ids=False to augment other tokens"
-            )
-
-    def check_sight(
-        self,
-        layer: int,
-        layer_type: LayerType,
-        scores: Float[Tensor, "row head query key"],
-        first: int,
-    ) -> None:
-        """Refuse a layer whose mask leaves its last query other keys than its type says: l would
-        count other keys than the layer sees.
-
-        Passes of one query are checked every `MASK_CHECK_INTERVAL` tokens.
-
-        Args:
-            scores: As the model has masked them, before any hook.
-
-        Raises:
-            ModelError: It does.
-        """
-        last = first + scores.shape[2] - 1
-        if scores.shape[2] == 1 and last % MASK_CHECK_INTERVAL:
-            return
-        if (layer_type, last) not in self.sights:
-            self.sights = {key: sight for key, sight in self.sights.items() if key[1] == last}
-            self.sights[layer_type, last] = self._keys_in_sight(layer_type, last)
-        wanted = self._repeat_rows(self.sights[layer_type, last], len(scores))
-        if wanted is None:
-            return
-        seen_keys = has_weight(scores[:, :, -1, : last + 1])
-        reads_text = wanted[:, -1]  # row; padding sees nothing
-        if (wrong := ((seen_keys != wanted).any(1) & reads_text).nonzero()).numel():
-            row = int(wrong[0])
-            sees, should = (
-                describe_runs(keys[row].nonzero()[:, 0].tolist()) for keys in (seen_keys, wanted)
-            )
-            raise ModelError(
-                f"layer {layer} is of type {layer_type} by the model's configuration, and its query"
-                f" in slot {last} sees the keys in slots {sees or 'none'}, not {should}; if no mask"
-                " of yours hides keys there, and no score is some 700 below the highest, this"
-                " model's masks are not known here and it cannot be augmented in texts of this"
-                " length"
-            )
-
-    def _keys_in_sight(self, layer_type: LayerType, query: int) -> Bool[Tensor, "layout slot"]:
-        """The keys that a query sees in layers of a type."""
-        slot = torch.arange(query + 1)
-        live = pad(self.live, (0, max(query + 1 - self.live.shape[1], 0)), value=True)
-        starts = [
-            int(layer_type.first_seen(np.array([query]), layout.pad)[0]) for layout in self.layouts
-        ]
-        return live[:, : query + 1] & (slot >= torch.tensor(starts)[:, None])
-
-    def _shown(self, token: Tensor) -> str:
-        tokenizer = getattr(self.model, "tokenizer", None)
-        text = "" if tokenizer is None else f" ({tokenizer.decode([int(token)])!r})"
-        return f"token {int(token)}{text}"
-
-    def _check_mask(self, arguments: dict[str, Any]) -> None:
-        """Refuse a pass that does not mask its layouts' padding: spans would cover other keys.
-
-        Masks that transformers' `generate` makes (one for each layer type, or by query) are not
-        checked; they come from the padding that it was given.
-        """
-        mask, width = arguments.get("attention_mask"), self.live.shape[1]
-        start = 0
-        if "input" in arguments or "past_kv_cache" in arguments:
-            start = self.first  # a HookedTransformer stores the mask of cached keys
-        if mask is None:
-            if self.pads.any() and start < width:
-                raise LayoutError(
-                    "the layouts are left-padded but the forward pass has no attention_mask; pass"
-                    " the rows' mask (PaddedRows.of(layouts).mask)"
-                )
-        elif isinstance(mask, Tensor) and mask.ndim == 2:
-            live, in_layout = (
-                self._repeat_rows(table[:, start : start + mask.shape[1]], len(mask))
-                for table in (self.live, self.in_layout)
-            )
-            if live is None or in_layout is None:
-                return
-            given_live = (mask[:, : live.shape[1]] != 0).cpu()
-            if (wrong := (in_layout & (given_live != live)).nonzero()).numel():
-                row, slot = wrong[0].tolist()
-                raise LayoutError(
-                    f"row {row} masks {int((~given_live[row]).sum())} slots where its layout has"
-                    f" {int((~live[row]).sum())} of padding (slot {start + slot} differs); give one"
-                    " layout a row, in the rows' order, as PaddedRows.of(layouts) has them"
-                )
-
-    def _add_positions(self, arguments: dict[str, Any], inputs: Tensor | None) -> None:
-        """Add the positions that each row alone would have: transformers counts padding."""
-        network = network_of(self.model)
-        if "position_ids" in signature(network.forward).parameters and inputs is not None:
-            slots = torch.arange(self.first, self.first + inputs.shape[1])
-            positions = self._repeat_rows((slots - self.pads).clamp(min=0), len(inputs))
-            if positions is not None:
-                arguments["position_ids"] = positions.to(inputs.device)
-        elif getattr(getattr(self.model, "cfg", None), "positional_embedding_type", "") != "alibi":
-            raise LayoutError(
-                f"{type(network).__name__} takes no position_ids, so that left-padded rows would"
-                " be read at other positions than alone; read rows of one length together"
-            )
-
-
-def has_weight(scores: Float[Tensor, "row head key"]) -> Bool[Tensor, "row key"]:
-    """The keys to which a query gives a weight in any head, however small: those that no mask
-    hides.
-
-    A mask may be -inf, a dtype's smallest number, or any other that no score outweighs, and may be
-    added or set. In float64 the weights of hidden keys are 0, and those of others are not, down to
-    scores of 700 below the highest.
-    """
-    return (scores.detach().cpu().double().softmax(2) > 0).any(1)
-
-
 @contextmanager
 def refuse_sinks(model: Model) -> Iterator[None]:
     """Refuse, inside the block, a model whose attention has a learned sink beside its keys.
 
     Raises:
-        DeadHookError: It has one.
+        DeadHookError: The model has a sink.
     """
     if (plain := plain_network(model)) is not None:
         if any(name.endswith(".sinks") for name, _ in plain.named_parameters()):
@@ -554,16 +381,6 @@ def edit_scores(model: Model, change: Callable[[int, Tensor], Tensor]) -> Iterat
         yield
 
 
-def _check_cache_complete(n_queries: int, n_keys: int, first: int) -> None:
-    """Refuse a cache that has dropped keys."""
-    if n_keys < first + n_queries:
-        raise LayoutError(
-            f"the cache holds {n_keys} keys of the {first + n_queries} read so far (a sliding"
-            " window drops old ones), so slots are unknown; use a cache that keeps all keys,"
-            " such as transformers' DynamicCache()"
-        )
-
-
 SINK_ERROR = (
     "this model's attention has a learned sink beside its keys, so what reads the scores cannot"
     " know or reach a share; use law log, scale or cut"
@@ -575,11 +392,3 @@ def _check_no_sink(pattern: Float[Tensor, "row head query key"]) -> None:
     shares = pattern[:, :, -1].sum(2)
     if ((shares - 1).abs() > 0.02)[shares > 0].any():  # a HookedTransformer's padding has none
         raise DeadHookError(SINK_ERROR)
-
-
-def n_cached_keys(kwargs: dict[str, Any]) -> int:
-    """The number of keys in the cache that a pass is given, by either library's argument."""
-    if (cache := cache_of(kwargs)) is not None:
-        return int(cache.get_seq_length())  # some caches count in a tensor that changes later
-    hooked = kwargs.get("past_kv_cache")
-    return 0 if hooked is None else hooked.previous_attention_mask.shape[1]

@@ -4,7 +4,8 @@ Neurons are set while the model runs, and those that promote a token are found.
 
 A neuron is set at `blocks.{i}.mlp.hook_pre`, before the activation function, or at
 `blocks.{i}.mlp.hook_post`, after it. A gated MLP multiplies two projections, and only the product
-is a neuron's activation: there it is always `hook_post`, the input of the down-projection.
+is a neuron's activation: there a neuron is always set at `hook_post`, the input of the
+down-projection.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from lapa2_interp._util.files import atomic_write, writing_cache
 from lapa2_interp._util.progress import progress_bar
 from lapa2_interp._util.unpacking import check_archive
 from lapa2_interp.models.card import Model
+from lapa2_interp.models.hook_names import HOOK_NEURONS
 
 PROBE_VALUE = 50.0
 """The value at which a neuron is held to measure its effect on the next token."""
@@ -40,7 +42,7 @@ def is_gated(model: Model) -> bool:
 
 def neuron_hook_name(model: Model, layer: int, at: Literal["pre", "post"] = "pre") -> str:
     """The name of the hook point where a layer's neurons are set."""
-    return f"blocks.{layer}.mlp.hook_{'post' if is_gated(model) else at}"
+    return HOOK_NEURONS["post" if is_gated(model) else at].format(layer)
 
 
 @contextmanager
@@ -89,7 +91,7 @@ def assert_neurons_live(model: Model) -> None:
     """Check that setting the last layer's neurons moves the logits.
 
     Raises:
-        DeadHookError: There is no hook point, or it is ignored.
+        DeadHookError: There is no hook point, or the model ignores the hook.
     """
     ids = torch.zeros((1, 2), dtype=torch.long, device=model.cfg.device)
     first_eight = {model.cfg.n_layers - 1: torch.arange(8)}

@@ -24,10 +24,10 @@ class Recorder:
     """Reduces patterns to sums while the model runs; an `Observer` for `augmented`.
 
     Every query from the last prompt token on is a step, recorded when it is first seen. The prompt
-    pass has one step. Each decoding pass has one, also if it reads the whole text again. A pass
-    over a given text has one for each of its tokens. `begin` sets the rows of the coming passes:
-    first the prompts, after the expansion their samples; `index` maps those rows to the samples of
-    the finished trace.
+    pass has one step. Each decoding pass has one step, also a pass that reads the whole text again.
+    A pass over a given text has one for each of its tokens. `begin` sets the rows of the coming
+    passes: first the prompts, after the expansion their samples; `index` maps those rows to the
+    samples of the finished trace.
 
     Example:
         >>> from lapa2_interp import Augmentation, Layout, augmented

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from lapa2_interp._util.errors import DeadHookError, ModelError
 from lapa2_interp.attention.cache import new_rows
-from lapa2_interp.attention.hooked import n_cached_keys
+from lapa2_interp.attention.pass_check import n_cached_keys
 from lapa2_interp.bias.layout import Layout
 from lapa2_interp.models.blocks import OUTSIDE_ERROR, PassState, attach_hooks, open_block
 from lapa2_interp.models.card import Model, n_layers_and_heads, plain_network

@@ -1,11 +1,12 @@
-"""The rows that continue prompts (`continued`), also as CUDA graphs.
+"""Rows whose steps a GPU can replay as CUDA graphs.
 
-They are the usual rows under `hooked.augmented`; or, where the model asks for it, rows whose steps
-work on tensors that keep their places, so that a GPU can replay such a step as one graph.
+The tensors of such a step keep their places. A model that asks for these steps has them in
+`continued_rows`.
 
-A step of one token a row launches hundreds of small operations, and on a GPU starting them takes
-longer than computing them. A graph starts them all at once, but it always reads and writes the same
-places in memory. So keys and values, mask and bias lie here in tensors of a fixed size:
+A step of one token a row launches hundreds of small operations, and on a GPU starting the
+operations takes longer than computing them. A graph starts all operations at once, but a graph
+always reads and writes the same places in memory. So keys and values, mask and bias lie here in
+tensors of a fixed size:
 
 1. Before the pass, outside the graph: write the slot of the new keys, unmask it, and compute the
    bias of this step's l, while the device still computes the step before; then the tokens and their
@@ -13,14 +14,15 @@ places in memory. So keys and values, mask and bias lie here in tensors of a fix
 2. The pass: the keys of a fixed number of slots, a *bucket* (128, 256, 512, ...) that holds the
    live ones. Later slots are masked. So a step reads at most twice the live keys, and a text needs
    few graphs. Each layer adds the bias to its scores and copies its pattern.
-3. After it: the recorder reads the patterns of all layers at once.
+3. After the pass: the recorder reads the patterns of all layers at once.
 
 Combining branches and drawing stay outside, because methods have conditions on values.
 
-This works on `TransformersModel` alone. There attention is one function of this package, and a step
-runs no other Python code that must see every token; the hooks of a TransformerBridge are such code.
+Static steps work on `TransformersModel` alone. There attention is one function of this package, and
+a step runs no other Python code that must see every token; the hooks of a TransformerBridge are
+such code.
 On a CPU the same step is called directly: tests compare its texts and traces with those of
-`hooked.augmented`. There it gains nothing.
+`hooked.augmented`. Static steps are no faster there.
 """
 
 from __future__ import annotations
@@ -41,7 +43,6 @@ from lapa2_interp._util.errors import ModelError
 from lapa2_interp.attention.batch_bias import BatchBias
 from lapa2_interp.attention.cache import BridgeRows, Rows, check_window
 from lapa2_interp.attention.cached_heads import SlotLayer
-from lapa2_interp.attention.hooked import augmented
 from lapa2_interp.attention.recorder import Recorder
 from lapa2_interp.bias.augmentation import AugmentationLike, active_augmentations
 from lapa2_interp.bias.layer_types import FULL_ATTENTION
@@ -179,7 +180,7 @@ class StaticStep:
                     self.passes[width] = capture(run)
             except RuntimeError as error:
                 reason = str(error).partition("\n")[0]
-                _print_note(f"the model's pass cannot be captured as a graph ({reason})")
+                print_note(f"the model's pass cannot be captured as a graph ({reason})")
         return self.passes[width]()
 
     def _pass(self, width: int) -> Float[Tensor, "row vocab"]:
@@ -217,8 +218,8 @@ class StaticRows(BridgeRows):
         self._prepare()
 
     def _prepare(self) -> None:
-        """Write all that the next step reads besides its tokens: a GPU takes it while it computes
-        the last one."""
+        """Write all that the next step reads besides its tokens: a GPU is told so while the last
+        step computes."""
         step = self.step
         first, width = step.first, bucket(step.first + 1)
         if first == step.mask.shape[3]:
@@ -263,42 +264,20 @@ class StaticRows(BridgeRows):
 
 
 @contextmanager
-def continued(
-    model: Model,
-    rows: Rows,
+def static_rows(
+    rows: BridgeRows,
     index: Int[Tensor, " row"],
     capacity: int,
     augmentations: Sequence[AugmentationLike],
     layouts: Sequence[Layout],
     recorder: Recorder | None,
 ) -> Iterator[Rows]:
-    """Rows that continue others which have read their prompts, under an augmentation inside the
-    block.
-
-    If the model asks for static steps and cannot have them, one line on standard error says why,
-    and the steps are the usual ones.
-
-    Args:
-        index: For every row the old row that it continues.
-        capacity: Keys of the longest text.
-        augmentations, layouts, recorder: As in `hooked.augmented`.
-
-    Raises:
-        ModelError: The model does not keep to the mask that it is given.
-    """
-    if getattr(model, "static", False):
-        if (problem := _static_problem(model, rows, augmentations)) is None:
-            assert isinstance(rows, BridgeRows)
-            step, bias = _static_step(rows, len(index), capacity, augmentations, layouts)
-            hooks, network = AttentionHooks(step.edit, step.read), plain_network(model)
-            n_layers, _ = n_layers_and_heads(model)
-            with hook_attention(network, hooks, lambda _given: 0, range(n_layers)):
-                yield StaticRows(rows, index, step, bias, recorder)
-            return
-        _print_note(problem)
-    rows.expand(index, capacity)
-    with augmented(model, augmentations, layouts, recorder):
-        yield rows
+    """`continued_rows` of a model that has no `static_problem`."""
+    step, bias = _static_step(rows, len(index), capacity, augmentations, layouts)
+    hooks, network = AttentionHooks(step.edit, step.read), plain_network(rows.model)
+    n_layers, _ = n_layers_and_heads(rows.model)
+    with hook_attention(network, hooks, lambda _given: 0, range(n_layers)):
+        yield StaticRows(rows, index, step, bias, recorder)
 
 
 def _static_step(
@@ -317,7 +296,7 @@ def _static_step(
     return StaticStep(rows, n_rows, bucket(capacity), not one_for_all), bias
 
 
-def _static_problem(
+def static_problem(
     model: Model, rows: Rows, augmentations: Sequence[AugmentationLike]
 ) -> str | None:
     """The reason why rows cannot be continued with static steps; None if they can."""
@@ -339,6 +318,6 @@ def _static_problem(
 
 
 @cache
-def _print_note(problem: str) -> None:
+def print_note(problem: str) -> None:
     """Print once why steps are not replayed."""
     print(f"note: decoding without CUDA graphs: {problem}", file=sys.stderr)

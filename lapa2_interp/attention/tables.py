@@ -107,13 +107,13 @@ def branch_name(trace: xr.Dataset, branch: str | None = None) -> str:
     return str(trace["branch"].to_numpy()[_branch_index(trace, branch)])
 
 
-def step_table(trace: xr.Dataset, samples: pd.DataFrame, branch: str | None = None) -> pd.DataFrame:
+def step_table(trace: xr.Dataset, texts: pd.DataFrame, branch: str | None = None) -> pd.DataFrame:
     """Attention on prefix, BOS, released slice and prompt against step, one row per arm, name and
     step.
 
     Args:
-        trace: The trace of a run; its samples are the rows of `samples`.
-        samples: With columns `prompt` (the bootstrap's cluster) and, if arms are compared, `arm`.
+        trace: The trace of a run; its samples are the rows of `texts`.
+        texts: With columns `prompt` (the bootstrap's cluster) and, if arms are compared, `arm`.
         branch: Name of the branch; by default the first with a prefix.
 
     Returns:
@@ -126,7 +126,7 @@ def step_table(trace: xr.Dataset, samples: pd.DataFrame, branch: str | None = No
     """
     at = _branch_index(trace, branch)
     rows = []
-    for arm, members in _split_by_arm(trace, samples):
+    for arm, members in _split_by_arm(trace, texts):
         for layer_type in traced_layer_types(trace):
             for name in ("prefix", "bos", "released_slice", "prompt"):
                 curve = pooled(trace, name, layer_type)[at, members.index]
@@ -159,7 +159,7 @@ def fit_table(steps: pd.DataFrame, name: str = "prefix") -> pd.DataFrame:
     return pd.DataFrame(rows, columns=["arm", "C", "D", "R2"])
 
 
-def head_table(trace: xr.Dataset, samples: pd.DataFrame, branch: str | None = None) -> pd.DataFrame:
+def head_table(trace: xr.Dataset, texts: pd.DataFrame, branch: str | None = None) -> pd.DataFrame:
     """The sums of every head, averaged over each text's steps and then over texts: columns arm,
     layer, head, then the sums."""
     at = _branch_index(trace, branch)
@@ -168,7 +168,7 @@ def head_table(trace: xr.Dataset, samples: pd.DataFrame, branch: str | None = No
             f"this trace is pooled over heads; record it with {parameter('trace', 'full')}"
         )
     frames = []
-    for arm, members in _split_by_arm(trace, samples):
+    for arm, members in _split_by_arm(trace, texts):
         part = trace[list(SUMS)].isel(branch=at, sample=members.index.to_numpy())
         means = part.mean("step").mean("sample").to_dataframe().reset_index()
         frames.append(means.assign(arm=arm)[["arm", "layer", "head", *SUMS]])
@@ -176,7 +176,7 @@ def head_table(trace: xr.Dataset, samples: pd.DataFrame, branch: str | None = No
 
 
 def prefix_token_table(
-    trace: xr.Dataset, samples: pd.DataFrame, branch: str | None = None
+    trace: xr.Dataset, texts: pd.DataFrame, branch: str | None = None
 ) -> pd.DataFrame:
     """Attention on BOS and on each prefix token, mean over steps, layers (of the first type) and
     heads.
@@ -187,7 +187,7 @@ def prefix_token_table(
     """
     at = _branch_index(trace, branch)
     rows = []
-    for arm, members in _split_by_arm(trace, samples):
+    for arm, members in _split_by_arm(trace, texts):
         tokens = (
             select_layer_type(trace, "prefix_tokens")[at, members.index].mean("step").to_numpy()
         )
@@ -209,17 +209,17 @@ def prefix_token_table(
     return pd.DataFrame(rows)
 
 
-def _split_by_arm(trace: xr.Dataset, samples: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
-    if len(samples) != trace.sizes["sample"]:
+def _split_by_arm(trace: xr.Dataset, texts: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
+    if len(texts) != trace.sizes["sample"]:
         raise TraceError(
-            f"{len(samples)} samples for a trace of {trace.sizes['sample']}; give both the same"
-            " texts: trace.isel(sample=numbers) beside samples.iloc[numbers]"
+            f"{len(texts)} texts for a trace of {trace.sizes['sample']}; give both the same"
+            " rows: trace.isel(sample=numbers) beside texts.iloc[numbers]"
         )
-    samples = samples.reset_index(drop=True)
+    texts = texts.reset_index(drop=True)
     for column, coordinate in (("prompt", "prompt_text"), ("attribute",) * 2, ("arm",) * 2):
-        if column in samples and coordinate in trace.coords:
-            sample_values = samples[column].astype(str).to_numpy()
-            trace_values = np.broadcast_to(trace[coordinate].to_numpy().astype(str), len(samples))
+        if column in texts and coordinate in trace.coords:
+            sample_values = texts[column].astype(str).to_numpy()
+            trace_values = np.broadcast_to(trace[coordinate].to_numpy().astype(str), len(texts))
             # Other values are not an error: arms may have been renamed.
             if (
                 set(sample_values) == set(trace_values)
@@ -227,13 +227,13 @@ def _split_by_arm(trace: xr.Dataset, samples: pd.DataFrame) -> list[tuple[str, p
             ):
                 at = int(differs.argmax())
                 raise TraceError(
-                    f"samples and trace are in another order: {column} {sample_values[at]!r} and"
-                    f" {trace_values[at]!r} at {at}; give samples.iloc[numbers] beside"
+                    f"texts and trace are in another order: {column} {sample_values[at]!r} and"
+                    f" {trace_values[at]!r} at {at}; give texts.iloc[numbers] beside"
                     " trace.isel(sample=numbers)"
                 )
-    if "arm" not in samples:
-        return [("run", samples)]
-    return [(str(arm), members) for arm, members in samples.groupby("arm", sort=False)]
+    if "arm" not in texts:
+        return [("run", texts)]
+    return [(str(arm), members) for arm, members in texts.groupby("arm", sort=False)]
 
 
 def _branch_index(trace: xr.Dataset, branch: str | None) -> int:

@@ -205,6 +205,8 @@ class Augmentation(BaseModel):
     def __init__(self, **fields: Any) -> None:
         try:
             super().__init__(**fields)
+            # `model_fields_set` has no fields that the profile fills.
+            object.__setattr__(self, "__pydantic_fields_set__", {*fields})
         except ValidationError as error:
             raise AugmentationError(
                 f"augmentation {validation_message(error, FIELD_FORMS, type(self).model_fields)}"

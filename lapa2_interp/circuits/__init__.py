@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from lapa2_interp.circuits.examples import RAW, ContrastExample
     from lapa2_interp.circuits.fading import Fading, measure_fading
     from lapa2_interp.circuits.gradients import Attribution, attribution, prefilter_recall
+    from lapa2_interp.circuits.hidden_span import span_effect
     from lapa2_interp.circuits.knockout import JointCurve, KnockOut, joint_curve, knock_out
     from lapa2_interp.circuits.logit_attribution import HeadLogitAttribution, head_logit_attribution
     from lapa2_interp.circuits.metrics import METRICS, Predictions
@@ -68,6 +69,7 @@ __all__ = [
     "prefix_attention_by_head",
     "prompt_slope",
     "select",
+    "span_effect",
     "sufficient_tokens",
 ]
 __getattr__, __dir__ = lazy_names(__name__)

@@ -46,11 +46,11 @@ from lapa2_interp.models.attention_interface import AttentionHooks, hook_attenti
 from lapa2_interp.models.blocks import attach_hooks
 from lapa2_interp.models.cache_name import cache_of
 from lapa2_interp.models.card import Model, is_bridge, plain_network, prepacked_model, weights_dtype
+from lapa2_interp.models.hook_names import HOOK_Z
 
 Replacement = Literal["cut", "zero", "resample", "mean"]
 Branches = Literal["target", "others"]
 Heads = tuple[tuple[int, int], ...]
-HOOK_Z = "blocks.{}.attn.hook_z"
 LOGIT_BYTES = 2**28
 """Memory for the logits of a batch."""
 LEAST_SAVED = 2

@@ -227,7 +227,7 @@ def write_texts(
     written: dict[str, list[list[int]]] = {prompt: [] for prompt in prompts}
     with progress_bar(plan.new_tokens, f"writing {source}") as bar:
         for pairs in plan.batches:
-            table = decode_batch(model, plan, pairs, bar).samples
+            table = decode_batch(model, plan, pairs, bar).texts
             for prompt, ids in zip(table["prompt"], table["tokens"], strict=True):
                 written[prompt].append(list(ids[:tokens]))
     return written

@@ -75,6 +75,8 @@ CHANGES: dict[Bias, str] = {
 ALL = "all heads"
 NEAR = 1
 """Tokens between prompt and scored tokens near."""
+FILLER = (64, 128, 256)
+"""Tokens between prompt and scored tokens far."""
 MARGIN = 0.2
 """A share of the fade below this counts as none, and above 1 minus this as all."""
 VERDICTS = {
@@ -245,7 +247,7 @@ def measure_fading(
     model: Model,
     contrast: ContrastLike,
     *,
-    filler: Sequence[int] = (64, 128, 256),
+    filler: Sequence[int] = FILLER,
     tokens: Count = 32,
     heads: Mapping[str, Heads | str] | None = None,
     random: Natural = 0,
@@ -262,13 +264,13 @@ def measure_fading(
         model: A TransformerBridge or a `TransformersModel`.
         contrast: A `ContrastSet`, or a task by name or value, or one or more examples. A text must
             have `max(filler) + tokens` tokens: the last ones are scored, after the filler.
-        filler: Numbers of tokens between prompt and scored tokens; near, it is one.
+        filler: Numbers of tokens between prompt and scored tokens; near, the number is one.
         tokens: Number of scored tokens.
         heads: Sets of heads by name, beside all heads: pairs, or a text such as "3.1,4.0-8".
         random: Sets of as many random heads as the first of `heads` has.
-        alpha: Alpha of the bias lapa2.
-        metric: The metric of control; by default lex where there are words, because shares of lex
-            add up, and else js.
+        alpha: Alpha of the bias lapa2, for comparison.
+        metric: The metric of control: js, lex, llr or kl; by default lex where there are words,
+            because shares of lex add up, and else js.
         seed: Seed of the random heads, and of the texts of a task.
         file: A file for finished texts, a line for each batch, from which the same call continues.
             Two stored texts are computed again, near and at the longest filler: the new numbers

@@ -62,7 +62,7 @@ from lapa2_interp.circuits.statistics import spearman
 from lapa2_interp.circuits.unit_table import UnitTable, draw_tables
 from lapa2_interp.circuits.units import head_units
 from lapa2_interp.models.card import Model, check_not_quantised, weights_dtype
-from lapa2_interp.models.liveness import HOOK_PATTERN, HOOK_SCORES
+from lapa2_interp.models.hook_names import HOOK_PATTERN, HOOK_SCORES
 from lapa2_interp.models.load import accepts_model_name
 
 ESTIMATES = ("cut_hat", "slope")

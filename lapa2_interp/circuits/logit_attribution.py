@@ -48,7 +48,14 @@ from lapa2_interp.models.card import (
     kv_heads,
     prepacked_model,
 )
-from lapa2_interp.models.liveness import HOOK_PATTERN
+from lapa2_interp.models.hook_names import (
+    HOOK_EMBEDDING,
+    HOOK_FINAL_NORM,
+    HOOK_FINAL_SCALE,
+    HOOK_MLP,
+    HOOK_PATTERN,
+    HOOK_VALUES,
+)
 from lapa2_interp.models.load import accepts_model_name
 from lapa2_interp.stats import bounds
 
@@ -308,14 +315,14 @@ def _collect_outputs(
     hooks: list[tuple[str, Any]] = []
     for layer in range(model.cfg.n_layers):
         hooks += [
-            (f"blocks.{layer}.attn.v.hook_out", partial(on_value, layer=layer)),
+            (HOOK_VALUES.format(layer), partial(on_value, layer=layer)),
             (HOOK_PATTERN.format(layer), partial(on_pattern, layer=layer)),
-            (f"blocks.{layer}.mlp.hook_out", partial(add, name="mlp")),
+            (HOOK_MLP.format(layer), partial(add, name="mlp")),
         ]
     hooks += [
-        ("blocks.0.hook_in", partial(add, name="embedding")),
-        ("ln_final.hook_in", partial(add, name="final")),
-        ("ln_final.hook_scale", partial(add, name="scale")),
+        (HOOK_EMBEDDING, partial(add, name="embedding")),
+        (HOOK_FINAL_NORM, partial(add, name="final")),
+        (HOOK_FINAL_SCALE, partial(add, name="scale")),
     ]
     rows = [(example, branch) for branch in range(len(example.layouts))]
     logits = _wide(text_logits(model, rows, hooks, augmentation))

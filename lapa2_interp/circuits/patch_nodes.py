@@ -17,7 +17,6 @@ from lapa2_interp._util.errors import CircuitError, DeadHookError, unknown_choic
 from lapa2_interp.bias.places import head_pairs
 from lapa2_interp.circuits.contrast_set import ContrastSet
 from lapa2_interp.circuits.edits import (
-    HOOK_Z,
     Branches,
     Edit,
     check_has_hooks,
@@ -27,17 +26,24 @@ from lapa2_interp.circuits.edits import (
 from lapa2_interp.circuits.examples import ContrastExample
 from lapa2_interp.circuits.units import Location, PatchUnit
 from lapa2_interp.models.card import Model, kv_heads, weights_dtype
-from lapa2_interp.models.liveness import HOOK_PATTERN
+from lapa2_interp.models.hook_names import (
+    HOOK_ATTN_OUT,
+    HOOK_FINAL_NORM,
+    HOOK_MLP_OUT,
+    HOOK_PATTERN,
+    HOOK_RESID_POST,
+    HOOK_RESID_PRE,
+    HOOK_Z,
+)
 
 HOOKS: Mapping[str, str] = {
     "z": HOOK_Z,
     "pattern": HOOK_PATTERN,
-    "resid_pre": "blocks.{}.hook_resid_pre",
-    "resid_post": "blocks.{}.hook_resid_post",
-    "attn_out": "blocks.{}.hook_attn_out",
-    "mlp_out": "blocks.{}.hook_mlp_out",
+    "resid_pre": HOOK_RESID_PRE,
+    "resid_post": HOOK_RESID_POST,
+    "attn_out": HOOK_ATTN_OUT,
+    "mlp_out": HOOK_MLP_OUT,
 }
-FINAL = "ln_final.hook_in"
 PREFIX_NODES = ("prefix_kv", "prefix_to_head")
 """Nodes that need no hooks."""
 HEAD_NODES = ("z", "pattern")
@@ -90,7 +96,7 @@ def check_node(
     if node in PREFIX_NODES:
         return
     check_has_hooks(model, f"node {node} is patched", f", or take {' or '.join(PREFIX_NODES)}")
-    to_logits = (HOOKS["z"], HOOKS["mlp_out"], HOOKS["resid_pre"], FINAL)
+    to_logits = (HOOKS["z"], HOOKS["mlp_out"], HOOKS["resid_pre"], HOOK_FINAL_NORM)
     forms = (HOOKS[node],) if node in HOOKS else to_logits
     names = [form.format(layer) for layer in range(model.cfg.n_layers) for form in forms]
     there = model.hook_dict
@@ -295,7 +301,7 @@ def _to_logits(
     for layer in range(model.cfg.n_layers):
         hooks.append((HOOKS["z"].format(layer), partial(on_z, layer=layer)))
         hooks.append((HOOKS["mlp_out"].format(layer), add))
-    return _hooked_logits(model, examples, (0, 1), [*hooks, (FINAL, finish)])
+    return _hooked_logits(model, examples, (0, 1), [*hooks, (HOOK_FINAL_NORM, finish)])
 
 
 def _check_is_sum(model: Model, x: Tensor, expected: Tensor) -> None:

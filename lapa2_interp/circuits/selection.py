@@ -236,17 +236,19 @@ def select(
     Args:
         model: A TransformerBridge; by cut and mass also a `TransformersModel`.
         contrast: A `ContrastSet`, or a task by name or value, or one or more examples.
-        score: "cut", "slope", "dla", "mass" or "random".
-        heads: The largest number of heads; 0 is all heads, in no order.
-        positions: Tokens of the prefix: "all", "auto" (`sufficient_tokens`), or positions within
-            it, also as a text such as "0,2-4".
-        metric: The metric of control, for cut, slope, positions and Pro-Aug.
-        screen: The number of heads that are knocked out (by cut); 0 is all of them, on all prompts,
-            as are fewer than 15 prompts.
+        score: What orders heads: the control lost without their view of the prefix (cut); what a
+            bias gains per unit of b (slope, one pass a text); what they write themselves (dla);
+            their attention on the prefix (mass); nothing (random).
+        heads: The largest number of heads; 0 is all, in no order.
+        positions: Tokens of the prefix: all, auto (the smallest set that keeps 90 % of the control,
+            `sufficient_tokens`), or positions within it such as 0,2-4.
+        metric: The metric of control: js, lex, llr or kl.
+        screen: The number of heads that are knocked out (by cut): of 15 prompts or more, one half
+            orders all heads by the gradient, and the other half decides; 0 is all, on all prompts.
         seed: Seed of random heads, and of the texts of a task.
-        file: A file for finished knock-outs (by cut), as in `knock_out`.
-        pro_aug: A method for which Pro-Aug is also decided, on these texts and in the chosen heads
-            (`prompt_slope`).
+        file: A file for finished knock-outs (by cut), from which the same call continues.
+        pro_aug: A method such as air-decoding, of which is also decided whether its raw branch
+            strengthens the prompt, on these texts and in the chosen heads.
 
     Raises:
         CircuitError: Fewer than 8 prompts, no head is left, a file by another score than cut

@@ -15,6 +15,7 @@ them; the rest is computed again:
     writes.csv         direct effects of heads
     heads.json         the heads that carry control, [[layer, head], ...]
     circuit.json       nodes and edges
+    placebo.csv        maps of the untrained model and with shuffled labels, beside the others
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ from lapa2_interp.circuits.examples import RAW, prefix_texts
 from lapa2_interp.circuits.gradients import attribution, has_gradients, prefilter_recall
 from lapa2_interp.circuits.knockout import KnockOut, joint_curve, knock_out
 from lapa2_interp.circuits.logit_attribution import head_logit_attribution
+from lapa2_interp.circuits.placebo import check_placebo, maps_of, measure_placebo
 from lapa2_interp.circuits.prefix_attention import prefix_attention_by_head
 from lapa2_interp.circuits.study_results import EDGES, SIZES, CircuitStudy, make_circuit_graph
 from lapa2_interp.circuits.units import Unit, make_units
@@ -82,6 +84,7 @@ def run_study(
     samples: Count = 1,
     seed: int = 1,
     best: Count = BEST,
+    placebo: Model | None = None,
     report: Callable[[str], None] = print,
 ) -> CircuitStudy:
     """Make the whole study, and write its folder.
@@ -92,10 +95,11 @@ def run_study(
         folder: A new folder, or one that the same call has begun.
         best: Number of the best heads that are tested with the other replacements and phases; as
             many random heads are added.
+        placebo: The same model untrained, load_model("random:NAME"): every map is made of it, too.
         report: A function that takes a line about each step.
 
     Raises:
-        CircuitError: The folder holds another study; or as `control_score`.
+        CircuitError: The folder holds another study; or as `check_placebo` and `control_score`.
     """
     folder = Path(folder)
     # The texts.
@@ -109,6 +113,8 @@ def run_study(
         "seed": seed,
     }
     contrast_set = _study_texts(model, task, folder, settings)
+    if placebo is not None:
+        check_placebo(model, placebo, contrast_set)
     text_settings = _text_settings(settings)
     report(
         f"{pluralize(len(contrast_set.examples), 'text')} of"
@@ -129,6 +135,7 @@ def run_study(
     kinds = {over: len(make_units(model, contrast_set, over)) for over in TABLES}
     passes = sum(kinds.values()) + VARIANT_COST * min(2 * best, kinds["head"]) + 6 * len(SIZES)
     passes += EDGES * kinds["position"]
+    passes += sum(kinds.values()) * (placebo is not None)
     report(
         f"about {format_duration(seconds * passes * 2 / 3)} in all; finished knock-outs are not"
         " repeated"
@@ -187,6 +194,13 @@ def run_study(
         report("reading what heads write")
         written = head_logit_attribution(model, contrast_set)
         write_text(folder / "writes.csv", as_csv(written.frame()))
+    # The placebo.
+    nothing = None
+    if placebo is not None:
+        slopes_table = None if gradient is None else gradient[0].table()
+        trained = maps_of(tables, slopes_table, None if written is None else written.table())
+        nothing = measure_placebo(placebo, trained, contrast_set, TABLES, folder, report)
+        write_text(folder / "placebo.csv", as_csv(nothing.frame()))
     # The last files.
     study = CircuitStudy(
         contrast_set=contrast_set,
@@ -200,6 +214,7 @@ def run_study(
         prefix_attention=attention,
         logit_attribution=written,
         gradient=gradient,
+        placebo=nothing,
     )
     if contrast_set.n_prompts >= FEW:
         carriers = heads.carriers()

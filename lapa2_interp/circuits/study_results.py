@@ -17,6 +17,7 @@ from lapa2_interp.circuits.examples import RAW
 from lapa2_interp.circuits.gradients import Attribution, PrefilterRecall
 from lapa2_interp.circuits.knockout import JointCurve, KnockOut
 from lapa2_interp.circuits.logit_attribution import HeadLogitAttribution
+from lapa2_interp.circuits.placebo import Placebo
 from lapa2_interp.circuits.statistics import spearman
 from lapa2_interp.stats import FEW
 
@@ -46,6 +47,8 @@ class CircuitStudy:
         logit_attribution: Direct effects of heads; None without hooks or words.
         gradient: The gradient's estimates, and their agreement with exact effects; None without
             hooks, or in half precision.
+        placebo: Maps of the untrained model and with shuffled labels; None where none was asked
+            for.
     """
 
     contrast_set: ContrastSet
@@ -59,6 +62,7 @@ class CircuitStudy:
     prefix_attention: np.ndarray
     logit_attribution: HeadLogitAttribution | None
     gradient: tuple[Attribution, PrefilterRecall] | None
+    placebo: Placebo | None = None
 
     @property
     def heads(self) -> KnockOut:
@@ -101,7 +105,7 @@ class CircuitStudy:
             )
             return [nothing], []
         first, *others = _untested_heads(self) if n < FEW else _tested_heads(self)
-        return [control, first, *_joint_heads(self)], [*others, *_limits(self)]
+        return [control, first, *_joint_heads(self)], [*others, *_placebo(self), *_limits(self)]
 
     def summary(self) -> str:
         """`findings` as one text."""
@@ -181,6 +185,28 @@ def _joint_heads(study: CircuitStudy) -> list[str]:
         f" judged in the other) {shares['without']} of the {measure} is left{turned}; with"
         f" these alone {shares['only']}."
     ]
+
+
+def _placebo(study: CircuitStudy) -> list[str]:
+    """A sentence about the same map of nothing."""
+    if study.placebo is None:
+        return []
+    by_map = {(row["kind"], row["map"]): row for row in records(study.placebo.frame())}
+
+    def sentence(kind: str, name: str, beginning: str) -> str:
+        row, trained = by_map[kind, name], by_map["trained", name]
+        passing = "" if np.isnan(row["named"]) else f", and {row['named']:.0f} pass the same test"
+        return (
+            f"{beginning} {row['largest']:.2g} nats ({name.rpartition(', ')[2]}; trained"
+            f" {trained['largest']:.2g}){passing}."
+        )
+
+    parts = [
+        sentence("untrained", "head, js", "In the untrained model the largest effect of a head is")
+    ]
+    if "head, lex" in study.placebo.shuffled:
+        parts.append(sentence("labels shuffled", "head, lex", "With shuffled labels it is"))
+    return [" ".join(parts)]
 
 
 def _limits(study: CircuitStudy) -> list[str]:

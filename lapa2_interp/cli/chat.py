@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from lapa2_interp._util.errors import LayoutError
+from lapa2_interp._util.errors import LayoutError, MethodError
 from lapa2_interp._util.parsing import parse_json, read_text
-from lapa2_interp.cli.options import AsJson, AugmentationOptions, FastModelOptions, Several
+from lapa2_interp.cli.live_chat import SYSTEM, LiveChat
+from lapa2_interp.cli.options import AsJson, AugmentationOptions, ModelOptions, Several
 
 
 def chat(
-    messages: Path,
+    messages: Path | None = None,
     /,
     *,
+    system: str | None = None,
     span: str = "system",
     template: str = "{}",
     later: Annotated[list[str] | None, Several] = None,
@@ -26,24 +28,29 @@ def chat(
     top_k: int = 200,
     eos: Literal["keep", "stop", "block"] = "stop",
     augmentation: AugmentationOptions = AugmentationOptions(),
-    computing: FastModelOptions = FastModelOptions(),
+    computing: ModelOptions = ModelOptions(),
     as_json: AsJson = False,
 ) -> None:
-    """Continue a chat with attention steered to its system message, a turn or a phrase.
+    """Chat with a model and see its system message fade, or continue a chat of a file.
 
-    The chat template writes the messages. Shown are the span's tokens, the continuations, and the
-    attention on the span against step. Nothing is stored. For example
+    Without a file you write the messages, one a line. After each answer follow the attention on the
+    span and the effect of removing it: the Jensen-Shannon divergence of the next token's
+    predictions, mean over the answer (float32 shows a faded one, bfloat16 may not). There is no
+    bias before --alpha, or /alpha 0.5 in the chat. Of a file shown are the span's tokens, the
+    continuations, and the attention on the span against step. Nothing is stored. For example
 
+        lapa2 chat --system "You are a pirate. Be brief."
         lapa2 chat messages.json --span "phrase:be brief" --augmentation instaboost
         lapa2 chat messages.json --keep-turns --later "And snow?" "And hail?"
 
     Args:
         messages: A JSON list of {"role": ..., "content": ...}, perhaps with "reasoning_content".
+        system: The system message of a chat without a file.
         span: What is steered to: system, turn:2 (the second message beside the system's),
             reasoning:2 (its reasoning), or phrase:TEXT (a text that occurs once).
         template: Arguments of the chat template as JSON, such as '{"enable_thinking": false}'; also
             tools and documents.
-        later: The user's later messages, one after each answer.
+        later: The user's later messages after those of the file, one after each answer.
         keep_turns: Go on from the cached keys and values of earlier turns; otherwise every turn
             reads the whole chat again, as text.
         model: A model with a chat template: a name of `lapa2 models`, a hub id or a folder.
@@ -52,8 +59,26 @@ def chat(
         seed: Seed of the random streams.
         top_k: How many of the likeliest tokens are kept; 1 is greedy. Temperature is 1.
         eos: An end token stops the text, is kept as any other, or is never drawn (block).
-        as_json: Print JSON; attention by turn if there are several.
+        as_json: Print JSON; without a file a line for each answer.
     """
+    arguments = _template_arguments(template)
+    sampling = {"length": length, "seed": seed, "top_k": top_k, "eos": eos}
+    if messages is None:
+        if later or keep_turns or samples != 1:
+            raise MethodError(
+                "--later, --keep-turns and --samples are for the chat of a file; give its messages,"
+                " or leave them out"
+            )
+        loaded = computing.load(model)
+        augmentation.check(loaded)
+        first = {"role": "system", "content": SYSTEM if system is None else system}
+        LiveChat(loaded, [first], span, arguments, augmentation, sampling, as_json).run()
+        return
+    if system is not None:
+        raise LayoutError(
+            f"--system is for a chat without a file, and {messages} has its own messages; leave"
+            " out one of them"
+        )
     try:
         chat_messages = parse_json(read_text(messages))
     except (OSError, ValueError) as error:
@@ -62,15 +87,6 @@ def chat(
         isinstance(message, dict) for message in chat_messages
     ):
         raise LayoutError(f'{messages} should be a list of {{"role": ..., "content": ...}}')
-    try:
-        arguments = json.loads(template)
-    except json.JSONDecodeError:
-        arguments = None
-    if not isinstance(arguments, dict):
-        raise LayoutError(
-            '--template should be a JSON object such as {"enable_thinking": false}, found'
-            f" {template[:80]!r}"
-        )
     import numpy as np
 
     from lapa2_interp.attention.tables import select_layer_type
@@ -91,15 +107,12 @@ def chat(
         method={"name": "chat", "keep_turns": keep_turns},
         task=task,
         augmentation=rules or "none",
-        length=length,
         samples=samples,
-        seed=seed,
-        top_k=top_k,
-        eos=eos,
         trace="pooled",
+        **sampling,
     )
     run = make_cells(loaded, [cell])
-    made = run.samples()
+    made = run.texts()
     trace = run.trace(cell.key)
     assert trace is not None
     by_sample = select_layer_type(trace, "prefix")[0]
@@ -131,3 +144,21 @@ def chat(
         steps = [0, *(2**i for i in range(20) if 2**i < len(masses)), len(masses) - 1]
         for step in dict.fromkeys(steps):
             print(f"step {step:>5}  {masses[step]:.4f}")
+
+
+def _template_arguments(text: str) -> dict[str, Any]:
+    """Arguments of a chat template.
+
+    Raises:
+        LayoutError: They are no JSON object.
+    """
+    try:
+        arguments = json.loads(text)
+    except json.JSONDecodeError:
+        arguments = None
+    if not isinstance(arguments, dict):
+        raise LayoutError(
+            '--template should be a JSON object such as {"enable_thinking": false}, found'
+            f" {text[:80]!r}"
+        )
+    return arguments

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
 
 from lapa2_interp._util.table_formats import as_text, format_interval, format_number
-from lapa2_interp.cli.options import ContrastOptions, ModelOptions, Several
+from lapa2_interp.cli.functions import Values, hands_on
+from lapa2_interp.cli.options import ContrastOptions, ModelOptions
 
 
+@hands_on("circuits.study:run_study", without=("folder", "report"))
 def circuits(
     model: str,
     /,
     *,
     out: Path,
-    best: int = 24,
+    options: Values,
+    placebo: bool = False,
     texts: ContrastOptions = ContrastOptions(),
     computing: ModelOptions = ModelOptions(),
 ) -> None:
@@ -32,32 +34,29 @@ def circuits(
     Args:
         model: A name of `lapa2 models`, a hub id or a folder. planted has a known circuit.
         out: The folder of tables and page (report.html).
-        best: How many of the best heads are tested again with the other replacements and phases. As
-            many random heads are added.
+        placebo: Also make every map where there is nothing to find: in the same model with random
+            weights, and with the attributes of half of the prompts swapped.
     """
     from lapa2_interp._util.files import write_text
     from lapa2_interp.circuits.study import run_study
+    from lapa2_interp.models.untrained import UNTRAINED
     from lapa2_interp.report.study_page import render_study
 
     loaded = computing.load(model)
-    study = run_study(loaded, texts.task, out, best=best, **texts.parameters())
+    nothing = computing.load(f"{UNTRAINED}{model}") if placebo else None
+    study = run_study(loaded, texts.task, out, placebo=nothing, **texts.parameters(), **options)
     page = out / "report.html"
     write_text(page, render_study(study))
     print(f"\n{study.summary()}\n\nwritten: {page}")
 
 
+@hands_on("circuits.selection:select")
 def select(
     model: str,
     /,
     *,
     out: Path,
-    score: Literal["cut", "slope", "dla", "mass", "random"] = "cut",
-    heads: int = 8,
-    positions: str = "all",
-    metric: str = "js",
-    screen: int = 60,
-    file: Path | None = None,
-    pro_aug: str | None = None,
+    options: Values,
     texts: ContrastOptions = ContrastOptions(),
     computing: ModelOptions = ModelOptions(),
 ) -> None:
@@ -74,38 +73,17 @@ def select(
     Args:
         model: A name of `lapa2 models`, a hub id or a folder.
         out: The card, a JSON file.
-        score: What orders heads: the loss without their view of the prefix (cut); what a bias gains
-            per unit (slope, one pass a text); what they write themselves (dla); their attention on
-            the prefix (mass); nothing (random).
-        heads: How many at most; 0 is all.
-        positions: Tokens of the prefix: all, auto (the smallest set that keeps 90 % of the
-            control), or positions within it such as 0,2-4.
-        metric: By which control is measured: js, lex, llr or kl.
-        screen: How many heads are knocked out (score cut): of 15 prompts or more, one half orders
-            all heads by the gradient, and the other half decides; 0 knocks out all.
-        file: Where finished knock-outs are kept (score cut): the same command resumes from there.
-        pro_aug: A method such as air-decoding: also decide whether its raw branch strengthens the
-            prompt. `lapa2 generate --selection FILE --method METHOD` does as decided.
     """
     from lapa2_interp._util.errors import CircuitError
+    from lapa2_interp.circuits import selection
     from lapa2_interp.circuits.contrast_set import ContrastSet
-    from lapa2_interp.circuits.selection import select as choose
 
+    file = options.get("file")
     if file is not None and file.resolve() == out.resolve():
         raise CircuitError(f"--file and --out are both {out}; give each a file of its own")
     loaded = computing.load(model)
-    chosen = choose(
-        loaded,
-        ContrastSet.of(loaded, texts.task, **texts.parameters()),
-        score=score,
-        heads=heads,
-        positions=positions,
-        metric=metric,
-        screen=screen,
-        file=file,
-        pro_aug=pro_aug,
-        seed=texts.seed,
-    )
+    contrast_set = ContrastSet.of(loaded, texts.task, **texts.parameters())
+    chosen = selection.select(loaded, contrast_set, seed=texts.seed, **options)
     chosen.save(out)
     n = len(chosen.heads)
     for i, (layer, head) in enumerate((*chosen.heads, *chosen.suppressors)):
@@ -128,17 +106,14 @@ def select(
     print(f"written: {out}")
 
 
+@hands_on("circuits.fading:measure_fading", without=("heads", "batch_size"))
 def fading(
     model: str,
     /,
     *,
     out: Path,
-    filler: Annotated[tuple[int, ...], Several] = (64, 128, 256),
     selection: Path | None = None,
-    random: int = 0,
-    alpha: float = 0.5,
-    metric: str | None = None,
-    file: Path | None = None,
+    options: Values,
     texts: ContrastOptions = ContrastOptions(),
     computing: ModelOptions = ModelOptions(),
 ) -> None:
@@ -156,20 +131,15 @@ def fading(
         model: A name of `lapa2 models`, a hub id or a folder. planted and planted-gain have known
             answers.
         out: The folder of tables and figure.
-        filler: Numbers of tokens between prompt and scored tokens.
         selection: Heads of `lapa2 select`, whose mass is also changed alone.
-        random: Sets of as many random heads.
-        alpha: Of LaPA2's bias, for comparison.
-        metric: js, lex, llr or kl; by default lex where the task has words.
-        file: Where the numbers of finished texts are kept: the same command resumes from there.
     """
     from lapa2_interp._util.errors import RunError
     from lapa2_interp._util.files import result_folder
     from lapa2_interp.circuits.contrast_set import ContrastSet
-    from lapa2_interp.circuits.fading import VERDICTS
-    from lapa2_interp.circuits.fading import measure_fading as ask
+    from lapa2_interp.circuits.fading import FILLER, VERDICTS, measure_fading
     from lapa2_interp.circuits.selection import Selection
 
+    file = options.get("file")
     if file is not None and file.resolve().is_relative_to(out.resolve()):
         raise RunError(
             f"--file {file} would be in the new folder --out {out}; give a file beside it, such as"
@@ -182,19 +152,10 @@ def fading(
         chosen.check(loaded)
         heads["selected"] = chosen.heads
     with result_folder(out, finished=lambda folder: (folder / "fading.csv").is_file()) as folder:
-        length = max(filler) + texts.tokens
+        length = max(options.get("filler", FILLER)) + texts.tokens
         contrast_set = ContrastSet.of(loaded, texts.task, **texts.parameters() | {"tokens": length})
-        fading_result = ask(
-            loaded,
-            contrast_set,
-            filler=filler,
-            heads=heads,
-            random=random,
-            alpha=alpha,
-            metric=metric,
-            file=file,
-            tokens=texts.tokens,
-            seed=texts.seed,
+        fading_result = measure_fading(
+            loaded, contrast_set, heads=heads, tokens=texts.tokens, seed=texts.seed, **options
         )
         table = fading_result.frame()
         table.to_csv(folder / "fading.csv", index=False)

@@ -5,7 +5,7 @@ help are read from the file that has it, so that help imports nothing heavy. The
 
 1. A first parameter without a default, before "*", is the argument; a sequence takes several.
 2. All others are options: --max-rows of `max_rows`. A bool is a flag, a sequence takes several
-   values, a mapping is NAME=VALUE, repeated (--set, if it is `changes` or `parameters`).
+   values, a mapping is NAME=VALUE, repeated (its name may be another: `OPTION_NAMES`).
 3. What a command line cannot give, such as a loaded model or a function, is no option.
 4. The command calls the function and prints the result's `summary()`.
 """
@@ -15,23 +15,28 @@ from __future__ import annotations
 import ast
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import fields, is_dataclass
+from functools import wraps
 from importlib import import_module
 from inspect import Parameter as Argument
-from inspect import Signature
+from inspect import Signature, signature
 from pathlib import Path
 from types import NoneType
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 from cyclopts import Parameter
+from docstring_parser import parse
 from pydantic import Field
 
 from lapa2_interp._util.values import Count, Natural, NotNegative, Positive
 from lapa2_interp.cli.app import definition
-from lapa2_interp.cli.options import columns, settings
-from lapa2_interp.models.machine import Dtype, DtypeOrAuto, ModelClass
+from lapa2_interp.cli.options import OPTION_NAMES, columns, settings
+from lapa2_interp.models.machine import Attn, Dtype, DtypeOrAuto, ModelClass
 
 Values = dict[str, Any]
 """Values of a function's parameters by name."""
+Command = Callable[..., None]
 READERS: dict[str, Callable[[Sequence[str], Values], Any]] = {
     "only": lambda texts, values: columns(texts),
 }
@@ -50,7 +55,7 @@ TYPES = _Names(
     Any=Any, Literal=Literal, Annotated=Annotated, Field=Field,
     Count=Count, Natural=Natural, Positive=Positive, NotNegative=NotNegative,
     Path=Path, Sequence=Sequence, Mapping=Mapping, Callable=Callable,
-    Dtype=Dtype, DtypeOrAuto=DtypeOrAuto, ModelClass=ModelClass,
+    Attn=Attn, Dtype=Dtype, DtypeOrAuto=DtypeOrAuto, ModelClass=ModelClass,
 )  # fmt: skip
 
 
@@ -64,6 +69,9 @@ def option_type(annotation: Any) -> Any:
         if member is not Any
     )
     plain = [member for member in members if member is not NoneType]
+    if str in plain:  # a text says the same as a mapping or as numbers
+        plain = [member for member in plain if get_origin(member) is not Mapping]
+        plain = [member for member in plain if member not in (Sequence[int], Sequence[float])]
     origins = [get_origin(member) or member for member in plain]
     if not plain or Callable in origins:
         return None
@@ -92,6 +100,18 @@ def _is_union(annotation: Any) -> bool:
     return type(annotation).__name__ in ("UnionType", "_UnionGenericAlias", "Union")
 
 
+def _annotation(module: str, node: ast.expr) -> Any:
+    """An annotation as a type, with the names that the module gives to types."""
+    names = _Names(TYPES)
+    for part in ast.walk(node):
+        if isinstance(part, ast.Name) and part.id not in TYPES:
+            with suppress(LookupError):
+                named = definition(f"{module}:{part.id}")
+                if isinstance(named, ast.Assign):
+                    names[part.id] = _annotation(module, named.value)
+    return eval(ast.unparse(node), {}, names)
+
+
 def _default(module: str, node: ast.expr) -> Any:
     """A default as a value: a literal, or a constant of the module."""
     if isinstance(node, ast.Name):
@@ -112,8 +132,7 @@ def arguments_of(path: str) -> list[Argument]:
     arguments = []
     for node, default in zip([*positional, *function.args.kwonlyargs], defaults, strict=True):
         assert node.annotation is not None
-        annotation = eval(ast.unparse(node.annotation), {}, TYPES)
-        value_type = option_type(annotation)
+        value_type = option_type(_annotation(module, node.annotation))
         if value_type is None:
             continue
         several = get_origin(value_type) is tuple and get_args(value_type)[-1] is Ellipsis
@@ -126,7 +145,7 @@ def arguments_of(path: str) -> list[Argument]:
             value = _default(module, default)
             value = () if several and value is None else value
         if position is Argument.KEYWORD_ONLY:
-            name = "--set" if node.arg in ("changes", "parameters") else None
+            name = OPTION_NAMES.get(node.arg)
             shown = Parameter(name=name, consume_multiple=several and name is None,
                               show_default=value not in ((), None, False))  # fmt: skip
             value_type = Annotated[value_type, shown]
@@ -166,11 +185,7 @@ def command_of(
     readers = {**READERS, **(read or {})}
 
     def run(*words: Any, **options: Any) -> None:
-        values = {
-            name: value
-            for name, value in options.items()
-            if value != next(one.default for one in arguments if one.name == name)
-        }
+        values = _given(arguments, options)
         if arguments[0].kind is Argument.VAR_POSITIONAL:
             values[arguments[0].name] = words
         elif words:
@@ -193,6 +208,60 @@ def command_of(
     run.__signature__ = Signature(arguments)  # type: ignore[attr-defined]
     run.__annotations__ = {one.name: one.annotation for one in arguments}
     return run
+
+
+def _given(arguments: Sequence[Argument], options: Values) -> Values:
+    """Values of arguments that are not their defaults."""
+    return {
+        argument.name: options[argument.name]
+        for argument in arguments
+        if argument.name in options and options[argument.name] != argument.default
+    }
+
+
+def hands_on(path: str, without: Sequence[str] = ()) -> Callable[[Command], Command]:
+    """A decorator of a command that also has the options of a function of the package.
+
+    In place of the command's parameter `options`, its options are those of the function that the
+    command does not have itself, with their help. What is given of them is the value of `options`.
+
+    Args:
+        path: MODULE:FUNCTION.
+        without: Parameters of the function that are no options.
+    """
+
+    def decorate(command: Command) -> Command:
+        own = signature(command, eval_str=True).parameters
+        taken = {*own, *without}
+        for parameter in own.values():
+            if is_dataclass(parameter.annotation):
+                taken |= {field.name for field in fields(parameter.annotation)}
+        function = definition(path)
+        assert isinstance(function, ast.FunctionDef)
+        params = parse(ast.get_docstring(function) or "").params
+        help_texts = {param.arg_name: param.description for param in params}
+        handed_on = [
+            argument.replace(
+                annotation=Annotated[argument.annotation, Parameter(help=help_texts[argument.name])]
+            )
+            for argument in arguments_of(path)
+            if argument.name not in taken
+        ]
+
+        @wraps(command)
+        def run(*words: Any, **values: Any) -> None:
+            options = _given(handed_on, values)
+            mine = {name: value for name, value in values.items() if name in own}
+            command(*words, options=options, **mine)
+
+        arguments: list[Argument] = []
+        for parameter in own.values():
+            arguments += handed_on if parameter.name == "options" else [parameter]
+        run.__signature__ = Signature(arguments)  # type: ignore[attr-defined]
+        run.__annotations__ = {argument.name: argument.annotation for argument in arguments}
+        return run
+
+    return decorate
 
 
 def load_task(values: Values) -> None:

@@ -56,8 +56,7 @@ def generate(
         device: cpu, cuda, cuda:1; CUDA when there is one, by default.
         pack: Compute with prepacked weights, which is faster on a CPU and takes as much memory
             again: auto where it fits, on, or off. Prepacking may change the last bits of a logit,
-                and so a
-            text.
+            and so a text.
         attn: Of a TransformersModel: fused reads prompts without the matrix of attention scores,
             matrix forms it, auto decides by their size.
         trust_remote_code: Run code that comes with the model.
@@ -67,8 +66,7 @@ def generate(
     from lapa2_interp._util.files import result_folder
     from lapa2_interp.methods.registry import find_class
     from lapa2_interp.models.machine import print_if_slow, resolve_dtype
-    from lapa2_interp.runs.generate import announcement
-    from lapa2_interp.runs.generate import generate as make
+    from lapa2_interp.runs import generate as in_memory
     from lapa2_interp.runs.run import is_finished_run, write_run
 
     fields = given_settings(settings)
@@ -83,11 +81,11 @@ def generate(
         augmentation.check(loaded)
         for note in dict.fromkeys(note for plan in plans for note in plan.merged):
             print(f"note: {note}", file=sys.stderr)
-        print(announcement(loaded, plans), file=sys.stderr)
+        print(in_memory.announcement(loaded, plans), file=sys.stderr)
 
     with result_folder(out, force, is_finished_run) as folder:
         print_if_slow(resolve_dtype(fields.get("dtype", "auto"), device), device)
-        run = make(
+        run = in_memory.generate(
             **fields,
             device=device,
             trust_remote_code=trust_remote_code,
@@ -99,7 +97,7 @@ def generate(
         write_run(folder, run)
     if run.problems:
         raise Lapa2Error(f"{run.problems[0]} in {out}")
-    texts = run.samples()["text"]
+    texts = run.texts()["text"]
     for text in texts.head(3):
         print(f"---\n{text}")
     print(

@@ -23,7 +23,9 @@ if TYPE_CHECKING:
 Several = Parameter(consume_multiple=True)
 Unshown = Parameter(show_default=False)
 AsJson = Annotated[bool, Parameter(name="--json")]
-Changes = Annotated[tuple[str, ...], Parameter(name="--set", show_default=False)]
+OPTION_NAMES = {"parameters": ("--set",), "changes": ("--set",)}
+"""Options of parameters that have another name."""
+Changes = Annotated[tuple[str, ...], Parameter(name=OPTION_NAMES["changes"], show_default=False)]
 
 BIAS = Group("Bias", sort_key=2)
 COMPUTING = Group("Computing", sort_key=5)
@@ -42,7 +44,7 @@ AS_TEXT = (
     "trace", "dtype", "model_class",
 )  # fmt: skip
 """Settings whose values are texts, and are not read as TOML."""
-OTHER_NAMES = {"parameters": ("--set",), "prompts": ("--prompts", "--prompt")}
+OTHER_NAMES = OPTION_NAMES | {"prompts": ("--prompts", "--prompt")}
 
 
 def _option(name: str, group: Group) -> tuple[str, Any, Any]:

@@ -15,7 +15,7 @@ from lapa2_interp.cli.functions import Values, command_of
 from lapa2_interp.cli.options import AsJson, Changes
 
 if TYPE_CHECKING:
-    from lapa2_interp.runs.sweep import Swept
+    from lapa2_interp.runs.fill import Swept
 
 
 def grids(
@@ -129,8 +129,7 @@ def power(
     from lapa2_interp._util.table_formats import as_csv
     from lapa2_interp.paper.claims import read_claims
     from lapa2_interp.paper.estimates import PERPLEXITY_TEXTS
-    from lapa2_interp.paper.power import POWER, summarize_power
-    from lapa2_interp.paper.power import power_table as ask
+    from lapa2_interp.paper.power import POWER, power_table, summarize_power
     from lapa2_interp.runs.grid import load_grid, parse_changes
 
     if not names:
@@ -145,7 +144,7 @@ def power(
     tables = []
     for name in names:
         grid = load_grid(name, parse_changes(changes), check=False, allow_code=allow_code)
-        table = ask(grid, known, perplexity or PERPLEXITY_TEXTS)
+        table = power_table(grid, known, perplexity or PERPLEXITY_TEXTS)
         tables.append(table.assign(grid=grid.name))
         print(f"{grid.name}\n{as_text(table, '.2f')}")
         print(f"{summarize_power(table)}\n")
@@ -177,7 +176,7 @@ def _read_changes(texts: Sequence[str], values: Values) -> dict[str, Any]:
     return parse_changes(texts)
 
 
-sweep = command_of("runs.launch:launch", read={"changes": _read_changes}, show=_print_swept)
+sweep = command_of("runs.sweep:sweep", read={"changes": _read_changes}, show=_print_swept)
 
 
 def runs(
@@ -201,16 +200,18 @@ def runs(
         remove_earlier: Remove the cells that no grid of the run has now, with their texts.
         as_json: Print JSON, one object per cell; the grids of an earlier grid's cell are empty.
     """
+    from lapa2_interp.runs.fill import remove_earlier_cells
     from lapa2_interp.runs.run import load_run
     from lapa2_interp.runs.store import STATES
-    from lapa2_interp.runs.sweep import remove_earlier as remove
 
     if as_json and (traceback or remove_earlier):
         option = "--traceback" if traceback else "--remove-earlier"
         raise RunError(f"{option} prints texts, which --json has no place for; give one of them")
     listed = load_run(run, earlier=True)
     if remove_earlier:
-        print(f"{pluralize(len(remove(run, print)), 'cell')} of earlier grids removed\n")
+        print(
+            f"{pluralize(len(remove_earlier_cells(run, print)), 'cell')} of earlier grids removed\n"
+        )
         listed = load_run(run, earlier=True)
     table = listed.cells
     shown = table if state == "all" else table[table["state"] == state]

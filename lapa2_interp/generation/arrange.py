@@ -1,8 +1,8 @@
 """A cell laid out for its model: the layout of every branch and prompt, and how many tokens follow.
 
 A cell is refused here if it cannot run and no weights are needed to know that: only a tokenizer,
-the model's size and the cards of soft prefixes. A sweep does this before it begins (`runs.checks`),
-`plan.plan_batches` before and after the method has prepared for its prompts.
+the model's size and the cards of soft prefixes. A sweep arranges its cells before it begins
+(`runs.checks`), `plan.plan_batches` before and after the method has prepared for its prompts.
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ def arrange(
     Args:
         size: The model's card, or its size where the model is not loaded.
         soft_slots: By name, the number of soft slots of branches that have a soft prefix.
-        prepared: What the method worked out, by prompt. Without it the branches of a method that
-            prepares are laid out as bare prompts, because each prompt may get a different text.
+        prepared: What the method worked out, by prompt. None lays out the branches of a method that
+            prepares as bare prompts, because each prompt may get a different text.
         layout: Called instead of `Layout.of`; it may remember layouts that many cells share.
 
     Raises:
@@ -186,7 +186,7 @@ def _later_keys(
 def chat_layout(
     tokenizer: PreTrainedTokenizerBase, chat: ChatForm, answers: Sequence[str] = ()
 ) -> Layout:
-    """The layout of a chat up to its next answer, after these answers."""
+    """The layout of a chat up to its next answer, after `answers`."""
     messages, n_searched = chat.messages_after(answers), len(chat.messages)
     return Layout.of_chat(
         tokenizer, messages, span=chat.span, template=chat.template, n_searched=n_searched

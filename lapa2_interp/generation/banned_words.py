@@ -3,10 +3,10 @@
 A word is a run of letters, marks, digits and "_" (`tasks.segmentation`), whole and in any letter
 case, as the scorer `echo` counts. Tokens are read as text behind what is there, so " positive" is
 banned, and "ive" where the text ends with " posit". A word is banned at the token that would finish
-it. So a longer word that begins with it ("positively") is left out too where its first token is the
-word. A draw's random number stays the same, so a text changes only from the first token on that
-a ban affects. `echo` counts only words that no other attribute has; here all words of a prefix are
-banned.
+it. So a longer word that begins with a banned one ("positively") is left out too where its first
+token is the banned word. A draw's random number stays the same, so a text changes only from the
+first token on that a ban affects. `echo` counts only words that no other attribute has; here all
+words of a prefix are banned.
 """
 
 from __future__ import annotations

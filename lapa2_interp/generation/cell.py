@@ -32,7 +32,7 @@ from lapa2_interp.models.machine import Dtype, ModelClass
 from lapa2_interp.tasks.task import MethodSettings, Task, built_in_tasks
 
 Key = Annotated[str, StringConstraints(pattern=r"\A[0-9a-f]{16}\z")]
-"""A cell's key. It names files, so a key that is read is nothing else."""
+"""A cell's key. A key names files, so a key that is read is nothing else."""
 
 BASELINE = "baseline"
 RESERVED_LABELS = {
@@ -99,7 +99,7 @@ class Cell(BaseModel):
     files: dict[str, str] = {}
     """sha256 of the files that are read: soft prefixes by branch, word lists by parameter."""
     label: str = ""
-    """Name of its arm; by default after the augmentations. It decides no text, so it is not
+    """Name of its arm; by default after the augmentations. The label decides no text, so it is not
     part of the key."""
 
     @model_validator(mode="after")
@@ -152,8 +152,8 @@ class Cell(BaseModel):
         """The method with its parameters.
 
         Raises:
-            MethodError: It is MODULE:CLASS, and nobody has imported it: a cell may be read from a
-                file (`methods.registry.find_class`).
+            MethodError: The method is MODULE:CLASS, and nobody has imported the class: a cell may
+                be read from a file (`methods.registry.find_class`).
         """
         find_class(self.method)
         return get_method(self.method, **self.parameters)

@@ -76,7 +76,8 @@ def decode_freectrl(
     bar: tqdm,
     decode: DecodeLoop,
 ) -> DecodedBatch:
-    """The texts of a batch, each drawn until it is accepted; after the last trial it stays anyway.
+    """The texts of a batch, each drawn until it is accepted; after the last trial a text stays
+    anyway.
 
     Args:
         decode: The loop, which draws the texts of a batch once.
@@ -92,19 +93,17 @@ def decode_freectrl(
             controls = [prepared.known for prepared in batch.prepared]
             rows = ControlledRows(model, method, controls)
             drawn = decode(model, plan, batch, bar if trial == 0 else hidden_bar(), rows)
-            samples = drawn.samples
-            texts = samples["prompt"] + samples["continuation"]
+            table = drawn.texts
+            texts = table["prompt"] + table["continuation"]
             accepted = np.array(
                 [
                     trial + 1 == method.trials or method.accepts(controls[owner], text, tokens)
-                    for owner, text, tokens in zip(
-                        batch.owner, texts, samples["tokens"], strict=True
-                    )
+                    for owner, text, tokens in zip(batch.owner, texts, table["tokens"], strict=True)
                 ]
             )
             order += [i for i, good in zip(waiting, accepted, strict=True) if good]
             waiting = [i for i, good in zip(waiting, accepted, strict=True) if not good]
-            tables.append(samples[accepted])
+            tables.append(table[accepted])
             if drawn.trace is not None:
                 traces.append(drawn.trace.isel(sample=accepted))
             if not waiting:

@@ -6,7 +6,7 @@ For a batch of samples:
 
 1. every branch reads every prompt once (rows: branch x prompt, left-padded);
 2. each prompt's logits, keys and values are expanded to its samples (rows: branch x sample; keys
-   and values by `attention.static_rows.continued`);
+   and values by `attention.continued_rows`);
 3. per step: the method combines the branches' log-probabilities, the sampler draws one token per
    sample, the token is appended to all branches of that sample.
 
@@ -29,10 +29,10 @@ from tqdm import tqdm
 from lapa2_interp._util.errors import ModelError, parameter
 from lapa2_interp._util.progress import hidden_bar
 from lapa2_interp.attention.cache import Rows, new_rows, prompt_log_likelihood
+from lapa2_interp.attention.continued_rows import continued_rows
 from lapa2_interp.attention.hooked import augmented
 from lapa2_interp.attention.recorder import Recorder
 from lapa2_interp.attention.residual import shifted_residual
-from lapa2_interp.attention.static_rows import continued
 from lapa2_interp.attention.trace import join_traces
 from lapa2_interp.bias.tokens import decode_continuation
 from lapa2_interp.generation.banned_words import BannedWords
@@ -50,8 +50,8 @@ from lapa2_interp.models.load import accepts_model_name
 
 @dataclass
 class Ending:
-    """When and how the samples of a batch end; `n_tokens` starts as the steps they were planned to
-    have."""
+    """When and how the samples of a batch end; `n_tokens` starts as the planned steps of the
+    samples."""
 
     n_tokens: list[int]
     finish: list[str]
@@ -65,7 +65,7 @@ class Ending:
         return sum(n > step for n in self.n_tokens)
 
     def stop(self, which: Bool[Tensor, " sample"], at: int, how: str) -> None:
-        """End these samples after `at` tokens, if they have not ended before."""
+        """End samples after `at` tokens, if the samples have not ended before."""
         for i in which.nonzero()[:, 0].tolist():
             if self.n_tokens[i] > at or (
                 self.n_tokens[i] == at and how == "end" and self.finish[i] == "length"
@@ -114,7 +114,7 @@ def _decode(
     shifts = batch.prepared[0].known if isinstance(plan.method, ActivationAddition) else {}
     with shifted_residual(model, shifts, len(batch.layouts[0]) - 1):
         drawn = list(_decode_steps(model, plan, batch, ending, recorder, rows, bar))
-    table = _samples_table(model, plan, batch, torch.stack(drawn, dim=1), ending)  # sample step
+    table = _text_table(model, plan, batch, torch.stack(drawn, dim=1), ending)  # sample step
     if recorder is None:
         return DecodedBatch(table, None)
     trace = recorder.dataset(batch.sample_layouts, plan.branches, ending.n_tokens)
@@ -147,9 +147,9 @@ def _decode_steps(
         # row query vocab; row = branch x prompt
         prompt_logits = rows.prompt_pass(batch.layouts, batch.prefixes, keep)
     state: Any = method.begin(
-        _batch_start(batch, branches, prompt_logits if method.reads_prompt else None)
+        batch_start(batch, branches, prompt_logits if method.reads_prompt else None)
     )
-    # Step 2: prompts are expanded to samples; their keys and values when `continued` opens.
+    # Step 2: prompts are expanded to samples; their keys and values when `continued_rows` opens.
     logits = prompt_logits[expansion, -1]  # row vocab; from here on row = branch x sample
     del prompt_logits
 
@@ -171,7 +171,7 @@ def _decode_steps(
     if recorder is not None:
         recorder.begin(batch.sample_layouts)
     # `rows.expand` and `augmented`; on a GPU that replays its steps, a graph that does both.
-    with continued(
+    with continued_rows(
         model,
         rows,
         expansion.to(logits.device),
@@ -181,7 +181,7 @@ def _decode_steps(
         recorder,
     ) as rows:
         for step in range(max(batch.steps)):
-            log_probs = _log_probs_by_branch(logits, branches)  # by branch: sample vocab
+            log_probs = log_probs_by_branch(logits, branches)  # by branch: sample vocab
             masked_log_probs = mask_main_branch(log_probs, mask_forbidden)
             log_weights = mask_forbidden(method.combine(masked_log_probs, state))  # sample vocab
             drawn = draw(log_weights, uniform[:, step], top_k=plan.cell.top_k)  # sample
@@ -207,7 +207,7 @@ def _decode_steps(
 def mask_main_branch(log_probs: LogProbs, mask: Callable[[Tensor], Tensor]) -> LogProbs:
     """All branches; in the base branch (or the only one) tokens that are never drawn have -inf.
 
-    A method that keeps the likeliest tokens must not fill up with them.
+    A method that keeps the likeliest tokens must not fill up with tokens that are never drawn.
     """
     main = next(iter(log_probs)) if len(log_probs) == 1 else "base"
     if main not in log_probs:
@@ -219,7 +219,7 @@ def check_numbers(model: Model, logits: Float[Tensor, "row vocab"], step: int) -
     """Refuse a model whose logits are no numbers.
 
     Raises:
-        ModelError: They are NaN.
+        ModelError: A logit is NaN.
     """
     if logits.isnan().any():
         card = model_card(model)
@@ -232,7 +232,7 @@ def check_numbers(model: Model, logits: Float[Tensor, "row vocab"], step: int) -
         )
 
 
-def _batch_start(
+def batch_start(
     batch: Batch, branches: Sequence[str], prompt_logits: Float[Tensor, "row query vocab"] | None
 ) -> BatchStart:
     """The start of the batch's samples; the logits of their prompts are given if they are
@@ -254,7 +254,7 @@ def _batch_start(
     )
 
 
-def _log_probs_by_branch(
+def log_probs_by_branch(
     logits: Float[Tensor, "row vocab"], branches: Sequence[str]
 ) -> Mapping[str, Tensor]:
     """Log-probabilities by branch, in at least float32."""
@@ -263,10 +263,10 @@ def _log_probs_by_branch(
     return dict(zip(branches, wide.log_softmax(dim=1).chunk(len(branches)), strict=True))
 
 
-def _samples_table(
+def _text_table(
     model: Model, plan: BatchPlan, batch: Batch, tokens: Int[Tensor, "sample step"], ending: Ending
 ) -> pd.DataFrame:
-    """`DecodedBatch.samples`: one row per sample."""
+    """`DecodedBatch.texts`: one row per sample."""
     texts = []
     for i, (prompt, sample) in enumerate(batch.pairs):
         new_ids = tokens[i, : ending.n_tokens[i]].tolist()

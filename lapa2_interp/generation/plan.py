@@ -89,14 +89,14 @@ class DecodedBatch:
     """The texts of a batch.
 
     Attributes:
-        samples: One row per sample: prompt, attribute, sample, text (as it is scored),
+        texts: One row per sample: prompt, attribute, sample, text (as it is scored),
             continuation, tokens, n_tokens, finish ("length", "end", or "empty" where no token was
             left to draw). Of chats of several turns one row per answer, with turn, message and
             context (`generation.turns`).
-        trace: The recorded attention, or None; its `sample` axis is the row number of `samples`.
+        trace: The recorded attention, or None; its `sample` axis is the row number of `texts`.
     """
 
-    samples: pd.DataFrame
+    texts: pd.DataFrame
     trace: xr.Dataset | None
 
 
@@ -219,8 +219,8 @@ class BatchPlan:
 
 
 DecodeLoop = Callable[[Model, BatchPlan, Batch, tqdm, Rows | None], DecodedBatch]
-"""What FreeCtrl and chats of several turns wrap: it draws the texts of a batch once, from rows that
-they give, or from new ones."""
+"""What FreeCtrl and chats of several turns wrap: a loop draws the texts of a batch once, from given
+rows or from new ones."""
 
 
 @accepts_model_name

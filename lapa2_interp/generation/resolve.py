@@ -6,6 +6,7 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,18 @@ MISSING = "0" * 64
 """Stands for the sha256 of a file that is not there."""
 
 
+@dataclass(frozen=True)
+class Resolved:
+    """Cells, and what is missing before they can run.
+
+    Attributes:
+        missing: An error about each file that is not there.
+    """
+
+    cells: tuple[Cell, ...]
+    missing: tuple[Lapa2Error, ...] = ()
+
+
 def cells_of(fields: Mapping[str, Any], **options: Any) -> list[Cell]:
     """Cells of a block: the product over fields that are lists, each cell once.
 
@@ -77,14 +90,29 @@ def cells_of(fields: Mapping[str, Any], **options: Any) -> list[Cell]:
         options: As `resolve`.
 
     Raises:
+        Lapa2Error: As `resolve_block`; or a file is missing.
+    """
+    resolved = resolve_block(fields, **options)
+    if resolved.missing:
+        raise resolved.missing[0]
+    return list(resolved.cells)
+
+
+def resolve_block(fields: Mapping[str, Any], **options: Any) -> Resolved:
+    """The cells of `cells_of`, also where files are missing.
+
+    Raises:
         Lapa2Error: As `CellSettings.of` and `resolve`; or one label for two arms.
     """
     size_of_product(fields)
     _check_alpha_is_taken(fields)
     label = {"label": fields.get("label", "")}  # one for all points: a list is refused
     cells: dict[str, Cell] = {}
+    missing: list[Lapa2Error] = []
     for point in product({name: value for name, value in fields.items() if name != "label"}):
-        for cell in resolve(CellSettings.of(point | label), **options):
+        resolved = resolve(CellSettings.of(point | label), **options)
+        missing += resolved.missing
+        for cell in resolved.cells:
             cells.setdefault(cell.key, cell)
     if label["label"] and not any(cell.active_augmentations for cell in cells.values()):
         raise AugmentationError(
@@ -96,7 +124,7 @@ def cells_of(fields: Mapping[str, Any], **options: Any) -> list[Cell]:
             f"the label {second.label!r} names two arms ({one.plain_arm}; {second.plain_arm}); give"
             " each its own: { alpha = ..., label = ... }"
         )
-    return list(cells.values())
+    return Resolved(tuple(cells.values()), tuple(missing))
 
 
 def _check_alpha_is_taken(fields: Mapping[str, Any]) -> None:
@@ -128,22 +156,21 @@ def resolve(
     settings: CellSettings,
     *,
     device: str | None = None,
-    needs: list[str] | None = None,
     allow_code: bool = True,
-) -> list[Cell]:
+) -> Resolved:
     """Cells from settings: one, or one for each attribute.
 
     Args:
         settings: A loaded model in them decides dtype and model_class.
         device: Device that will make the texts, which decides what dtype "auto" is.
-        needs: If a list is given, missing files are noted in it instead of refused.
         allow_code: Import the module of a method that is named as MODULE:CLASS. Of a name from a
             file this is for the user to allow.
 
     Raises:
         Lapa2Error: An unknown name, a value out of range, or values that do not fit together.
     """
-    task = _resolve_task(settings, needs)
+    task, no_prompts = _resolve_task(settings)
+    missing: list[Lapa2Error] = [no_prompts] if no_prompts is not None else []
     method = _resolve_method(settings, task, allow_code)
     augmentations, label = _resolve_augmentations(settings, method)
     model = settings.model
@@ -170,6 +197,8 @@ def resolve(
             )
         _check_prefix(settings, task, method, attribute)
         texts = task.methods.get(method.name, MethodSettings()).texts
+        files, no_prefixes = _files(facts["model"], task.name, branches, method)
+        missing += no_prefixes
         try:
             cell = Cell(
                 **facts,
@@ -187,7 +216,7 @@ def resolve(
                 attribute=attribute,
                 augmentation=normalize_augmentations(augmentations),
                 patterns=settings.patterns,
-                files=_files(facts["model"], task.name, branches, method, needs),
+                files=files,
                 label=label,
                 **{name: getattr(settings, name) for name in _UNCHANGED},
             )
@@ -195,7 +224,7 @@ def resolve(
             raise Lapa2Error(validation_message(error)) from error
         cell.branch_augmentations  # noqa: B018 - refuses an augmentation without a branch
         cells.append(cell)
-    return cells
+    return Resolved(tuple(cells), tuple(missing))
 
 
 _UNCHANGED = (
@@ -205,12 +234,14 @@ _UNCHANGED = (
 """Settings that a cell has as they are given."""
 
 
-def _resolve_task(settings: CellSettings, needs: list[str] | None) -> Task:
-    """The task with the prefix and prompts of the settings."""
+def _resolve_task(settings: CellSettings) -> tuple[Task, LayoutError | None]:
+    """The task with the prefix and prompts of the settings, and the error about a file of prompts
+    that is missing."""
     if not isinstance(settings.task, str | Path | Task):
         raise TaskError(f"task must be a name, a path or a Task, found {settings.task!r}")
     task = settings.task if isinstance(settings.task, Task) else load_task(settings.task)
-    changes: dict[str, Any] = {"prompts": _resolve_prompts(settings.prompts, task, needs)}
+    prompts, no_prompts = _resolve_prompts(settings.prompts, task)
+    changes: dict[str, Any] = {"prompts": prompts}
     form = settings.prefix
     if form != TASK and not form:
         raise LayoutError("prefix '' is empty; give a text, or method none for no prefix")
@@ -228,37 +259,33 @@ def _resolve_task(settings: CellSettings, needs: list[str] | None) -> Task:
     elif form != TASK:
         task.prefix(settings.attribute)
         changes["attributes"] = task.attributes | {settings.attribute: Attribute(prefix=form)}
-    return task.model_copy(update=changes)
+    return task.model_copy(update=changes), no_prompts
 
 
-def _resolve_prompts(setting: Any, task: Task, needs: list[str] | None) -> Prompts:
-    """The prompts that a setting names: of the task, of a file, or as they are given."""
+def _resolve_prompts(setting: Any, task: Task) -> tuple[Prompts, LayoutError | None]:
+    """The prompts that a setting names: of the task, of a file, or as they are given. In place of a
+    missing file as many others, and the error."""
     own = task.prompts.texts
     if isinstance(setting, int):
         others = extra_prompts(task.name) if setting > len(own) else ()
-        return Prompts(texts=(*own, *(text for text in others if text not in own))[:setting])
+        return Prompts(texts=(*own, *(text for text in others if text not in own))[:setting]), None
     if isinstance(setting, PromptFile):
         if not Path(setting.file).exists():
-            missing = (
+            texts = tuple(
+                f"prompt {i} of a file that is not there yet, as long as most"
+                for i in range(setting.n)
+            )
+            return Prompts(texts=texts), LayoutError(
                 f"no file {setting.file} ({setting.n} prompts: {setting.what}) in the folder you"
                 " are in"
-            )
-            if needs is None:
-                raise LayoutError(missing)
-            needs.append(missing)
-            return Prompts(
-                texts=tuple(
-                    f"prompt {i} of a file that is not there yet, as long as most"
-                    for i in range(setting.n)
-                )
             )
         prompts = as_prompts(Path(setting.file))
         if len(prompts.texts) != setting.n:
             raise LayoutError(
                 f"{setting.file} has {len(prompts.texts)} prompts, and not {setting.n}"
             )
-        return prompts
-    return as_prompts(task.prompts if setting == TASK else setting)
+        return prompts, None
+    return as_prompts(task.prompts if setting == TASK else setting), None
 
 
 def _resolve_method(settings: CellSettings, task: Task, allow_code: bool) -> Method:
@@ -358,21 +385,20 @@ def _check_prefix(settings: CellSettings, task: Task, method: Method, attribute:
 
 
 def _files(
-    model: str, task: str, branches: Sequence[Branch], method: Method, needs: list[str] | None
-) -> dict[str, str]:
-    """sha256 of the soft prefixes by branch, and of the files that decide a method's texts."""
-    hashes = {}
+    model: str, task: str, branches: Sequence[Branch], method: Method
+) -> tuple[dict[str, str], list[PrefixError]]:
+    """sha256 of the soft prefixes by branch, and of the files that decide a method's texts; and the
+    errors about soft prefixes that are missing."""
+    hashes, missing = {}, []
     for branch in branches:
         if isinstance(branch.prefix, SoftPrefixKey):
             try:
                 folder = set_folder(model, task, branch.prefix.set)
                 hashes[branch.name] = read_card(folder / f"{branch.prefix.attribute}.json").sha256
             except PrefixError as error:
-                if needs is None:
-                    raise
-                needs.append(str(error))
+                missing.append(error)
                 hashes[branch.name] = MISSING
-    return hashes | digests(method)
+    return hashes | digests(method), missing
 
 
 def digests(method: Method) -> dict[str, str]:

@@ -3,9 +3,9 @@
 Python, a grid file and the command line share their names.
 
 `CellSettings` declares names, types, defaults, bounds and help. The options of `lapa2 generate` are
-made from it; the signature of `runs.generate.generate` repeats it for readers, and a test compares
-the two. `resolve.cells_of` turns settings into cells. This module loads no torch: the command
-line's help reads it.
+made from `CellSettings`; the signature of `runs.generate.generate` repeats it for readers, and a
+test compares the two. `resolve.cells_of` turns settings into cells. This module loads no torch: the
+command line's help reads it.
 """
 
 from __future__ import annotations
@@ -131,8 +131,8 @@ class CellSettings(BaseModel):
     lapa2:span="prefix+bos"; lapa2:tokens=1 + lapa2:tokens=2,alpha=1. In Python and grids also a
     table of fields such as { law = "sqrt" }, of which each may be a list."""
     label: str = ""
-    """Name of the arm in tables and figures; by default the recipe's, or made of the fields. It
-    decides no text."""
+    """Name of the arm in tables and figures; by default the recipe's, or made of the fields. The
+    label decides no text."""
     length: Count = 128
     """Tokens of a text. Of tasks that count the prompt (sentiment and topic do, as the paper does)
     new are those that the prompt leaves: after two tokens, 126."""

@@ -136,17 +136,9 @@ def teacher_forced(
         )
     pairs = head_pairs("patterns", patterns, TraceError)
     # Every text must fit the context.
-    short = model_short_context(model)
     for number, (row_layout, row) in enumerate(zip(row_layouts, rows, strict=True)):
-        check_tokens(model, row)
-        if row_layout.n_live + len(row) - 1 > model.cfg.n_ctx:
-            raise LayoutError(
-                f"prefix, prompt and text have {row_layout.n_live + len(row) - 1} tokens, more than"
-                f" the model's context of {model.cfg.n_ctx}; give at most"
-                f" {model.cfg.n_ctx - row_layout.n_live + 1} tokens of text"
-            )
-        first = 0 if row_layout.soft else len(row_layout.ids)
-        check_rotary_side(short, first, row_layout.n_live + len(row) - 1, f"text {number}")
+        check_text_fits(model, row_layout, row, number)
+    short = model_short_context(model)
     # Read batch by batch, and join the traces.
     parts = []
     for chosen in _split_texts(row_layouts, rows, model.cfg.n_ctx, short):
@@ -161,6 +153,25 @@ def teacher_forced(
     if len(parts) == 1:
         return parts[0]
     return concat_traces(parts).assign_coords(sample=np.arange(len(rows)))
+
+
+def check_text_fits(model: Model, layout: Layout, tokens: Sequence[int], number: int = 0) -> None:
+    """Refuse a text that cannot be read after its layout.
+
+    Raises:
+        LayoutError: It exceeds the context, has a token without an embedding, or crosses a switch
+            of the model's rotary factors.
+    """
+    check_tokens(model, tokens)
+    if layout.n_live + len(tokens) - 1 > model.cfg.n_ctx:
+        raise LayoutError(
+            f"prefix, prompt and text have {layout.n_live + len(tokens) - 1} tokens, more than"
+            f" the model's context of {model.cfg.n_ctx}; give at most"
+            f" {model.cfg.n_ctx - layout.n_live + 1} tokens of text"
+        )
+    first = 0 if layout.soft else len(layout.ids)
+    last = layout.n_live + len(tokens) - 1
+    check_rotary_side(model_short_context(model), first, last, f"text {number}")
 
 
 def _split_texts(

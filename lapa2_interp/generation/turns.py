@@ -17,7 +17,7 @@ answer. Between two turns
   3. pack again, without these repetitions. The loop's prompt pass reads the last token.
 
 So no row has a hole, and a query's slot gives its l. An end token that was drawn is replaced by
-what the template writes there; an answer that was cut is closed by it.
+what the template writes there; the template closes an answer that was cut.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def decode_turns(
             "message": [_message(chat, turn) for chat in chats],
             "context": [list(layout.ids) for layout in layouts],
         }
-        tables.append(decoded.samples.assign(**columns))
+        tables.append(decoded.texts.assign(**columns))
         if decoded.trace is not None:
             traces.append(decoded.trace)
     by_chat = np.arange(len(tables) * len(pairs)).reshape(len(tables), -1).T.ravel()
@@ -155,7 +155,7 @@ class KeptRows:
     """Rows whose texts go on after their last step.
 
     Args:
-        augmentation: That of the rows.
+        augmentation: The augmentation of the rows.
     """
 
     def __init__(self, model: Model, augmentation: Augmentations) -> None:
@@ -167,7 +167,7 @@ class KeptRows:
         """Read all of the next turns but the last token, which the prompt pass reads.
 
         Returns:
-            Their layouts.
+            The layouts of the turns.
         """
         layouts = [turn.layout for turn in turns]
         # Steps 1 and 2: pack, and read.

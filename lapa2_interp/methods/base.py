@@ -1,7 +1,7 @@
 """Decoding methods: one file each, pure arithmetic on the branches' log-probabilities.
 
-A method names its branches and combines their next-token distributions. It never gets a model, so
-that it can be tested on a small vocabulary without one:
+A method names its branches and combines their next-token distributions. A method never gets a
+model, so that a test needs a small vocabulary alone:
 
     method = methods.get("preadd", lam=-1.0)
     log_probs = {"base": ..., "prefix": ...}                  # by branch, [sample, vocab], any float dtype
@@ -104,7 +104,7 @@ class BatchStart:
     Attributes:
         prepared: The result of `prepare` for the prompt of each sample.
         log_likelihood: log P(prompt) under every branch, [sample]; None for methods that do not ask
-            for it (`reads_prompt`).
+            for log P (`reads_prompt`).
         n_prompt: Number of prompt tokens, [sample].
     """
 
@@ -144,7 +144,7 @@ class MethodContext(Protocol):
     def attribute_probabilities(
         self, scorer: str, task: Task, attribute: str, prompt: str, texts: Sequence[str]
     ) -> list[float | None]:
-        """P(attribute | text) by a scorer; None for a text it cannot score."""
+        """P(attribute | text) by a scorer; None for a text without a score."""
 
     def promoting_neurons(
         self, tokens: Sequence[int], k: int, upper: bool = False
@@ -178,17 +178,18 @@ class Method(ABC):
     """A decoding method.
 
     Attributes:
-        name: Its name on the command line.
-        paper_name: Its name in the paper's tables.
-        display_name: Its name in lists and figures, of any model; by default the paper's.
-        equation: The formula by which it combines its branches.
-        alpha: The paper's strength of LaPA2 for it (section 5.1).
+        name: The method's name on the command line.
+        paper_name: The method's name in the paper's tables.
+        display_name: The method's name in lists and figures, of any model; by default the paper's.
+        equation: The formula that combines the branches.
+        alpha: The paper's strength of LaPA2 for the method (section 5.1).
         pro_aug: True if LaPA2 also acts on the prompt of the base branch (Contextual Anchor
             Reinforcement, Eq. 15).
-        text_names: The texts it reads from a task file; None if it accepts any.
+        text_names: The texts that the method reads from a task file; None for any texts.
         files: Parameters that name files whose contents decide its texts.
         when_empty: The reason why no token may have positive weight, and what to change.
-        in_paper: True if the LaPA2 paper runs it; for others `alpha` and `paper_name` are ours.
+        in_paper: True if the LaPA2 paper runs the method; of others `alpha` and `paper_name` are
+            ours.
         reads_prompt: True if `begin` needs the prompt's log-likelihood under every branch.
     """
 
@@ -220,12 +221,12 @@ class Method(ABC):
 
     @abstractmethod
     def combine(self, log_probs: LogProbs, state: State) -> Float[Tensor, "sample vocab"]:
-        """Log-weights of the next token from the branches' log-probabilities; they need not be
-        normalised."""
+        """Log-weights of the next token from the branches' log-probabilities; log-weights need not
+        be normalised."""
 
     def advance(self, state: State, log_probs: LogProbs, tokens: Int[Tensor, " sample"]) -> State:
-        """The state after these tokens were sampled; the first step's is that of `begin`, None in a
-        stateless method."""
+        """The state after `tokens` were sampled; `begin` gives the first step's, and a stateless
+        method None."""
         return None
 
     @property
@@ -244,12 +245,12 @@ class Method(ABC):
 
     @property
     def prepares(self) -> bool:
-        """True if it has a `prepare` of its own."""
+        """True if the class has a `prepare` of its own."""
         return type(self).prepare is not Method.prepare
 
     def deciding_files(self) -> dict[str, Path]:
-        """Files whose contents decide its texts: those that parameters name, if they exist, by
-        parameter; and the code of a custom method, unless a notebook defines it."""
+        """Files whose contents decide the method's texts: files that parameters name, if they
+        exist, by parameter; and the code of a custom method, unless a notebook defines it."""
         named = {name: Path(getattr(self, name)) for name in self.files}
         files = {name: path for name, path in named.items() if path.is_file()}
         if not type(self).__module__.startswith(f"{__package__}."):

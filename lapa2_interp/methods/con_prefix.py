@@ -7,7 +7,7 @@ the target's soft prefix:
 
 The paper lists hard prefixes for its sentiment rows, but in no code do they give anything other
 than direct conditioning. The second form is the contrast at decoding time that those rows suggest;
-it is our proposal and has no source:
+the form is our proposal and has no source:
 
     log w = log P_a + lam (log P_a - mean over the other classes of log P_c)   form "hard-contrast"
 """

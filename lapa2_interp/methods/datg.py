@@ -1,6 +1,6 @@
 """DATG: words of the model's own drafts are boosted, or named in the prompt.
 
-The words are those that drafts associate with an attribute (section 5.1, baseline).
+Drafts associate the words with an attribute (section 5.1, baseline).
 
 Once per prompt:
 

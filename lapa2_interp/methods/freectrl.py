@@ -22,7 +22,7 @@ At every token, E being the embeddings of the text's tokens and L their number:
    the activation function in GPT-2's kind of MLP, so that its output is gelu(w) (`at="pre"`, the
    released code), or after it (`at="post"`, the paper's coefficient).
 5. the next token, end tokens excluded: of the 25 likeliest, with five copies of each (one per
-   beam), ten are drawn and the likeliest of them is taken. This is one draw, whose rank
+   beam), ten are drawn and the likeliest of them is taken. The two steps are one draw, whose rank
    probabilities have a closed form (`rank_probabilities`).
 
 Gated MLPs are not in the original; the method for them is ours. The input of the down-projection is
@@ -152,7 +152,7 @@ class TextMonitor:
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid"))
 class FreeCtrl(Method):
-    """FreeCtrl. It has no prefix, so LaPA2 has nothing to act on.
+    """FreeCtrl, a method without a prefix, so that LaPA2 has nothing to act on.
 
     u, lam and neurons are its authors' values for GPT-2 medium.
 
@@ -307,7 +307,7 @@ class FreeCtrl(Method):
         return torch.full_like(log_weights, -torch.inf).scatter(1, ids[:, : len(p)], log_p)
 
     def accepts(self, known: ControlCentre, text: str, tokens: Sequence[int]) -> bool:
-        """True if a finished text is accepted; otherwise it is drawn again while trials are left.
+        """True if a finished text is accepted; other texts are drawn again while trials are left.
 
         Args:
             text: Prompt and continuation.

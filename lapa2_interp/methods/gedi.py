@@ -11,8 +11,8 @@ With H_c the log-likelihood of all n - 1 tokens so far under class c, the prompt
     log w   = z - max z + 10, divided by `repetition` once for every time x was generated before
 
 The original learns `logit_scale` with its class-conditional model, and decodes greedily (`--top-k
-1`) by default. It shifts z again after each division of the largest value, so there the order of
-repeated tokens has a small effect.
+1`) by default. The original shifts z again after each division of the largest value, so there the
+order of repeated tokens has a small effect.
 """  # noqa: E501
 
 from __future__ import annotations

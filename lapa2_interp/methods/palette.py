@@ -1,6 +1,6 @@
 """Palette: several prompt-conditioned distributions by the law of total probability.
 
-This is LaPA2's authors' form of the method.
+The form is that of LaPA2's authors.
 
 With p_i = softmax of attribute branch i, sigma the logistic function, signed strengths s_i
 (negative: move away):
@@ -39,7 +39,7 @@ STRENGTHS = {"main": 1.0, "anti": -1.0}
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid"))
 class Palette(Method):
-    """Palette. Its branches are `main`, optionally `anti` (strength -1), and auxiliaries; their
+    """Palette. The branches are `main`, optionally `anti` (strength -1), and auxiliaries; their
     texts are in the task file.
 
     Args:

@@ -55,7 +55,7 @@ from lapa2_interp.methods.spa import Spa
 from lapa2_interp.tasks.task import MethodSettings, Task, read_task
 
 HIDDEN = Augmentation(alpha=1, law="cut", phase="after_span")
-"""It hides the prefix from every query after it."""
+"""The method hides the prefix from every query after the prefix."""
 
 
 def known_methods() -> dict[str, type[Method]]:
@@ -167,8 +167,8 @@ def get_for_task(name: str, task: Task, **parameters: Any) -> Method:
 def load_task(name: str | Path) -> Task:
     """A built-in task by name, or a user's by the path of its TOML file.
 
-    Its settings of a method MODULE:CLASS are checked later, by `get_for_task`: nothing is imported
-    here.
+    The task's settings of a method MODULE:CLASS are checked later, by `get_for_task`: nothing is
+    imported here.
 
     Raises:
         TaskError: Unknown name, unreadable file, or a malformed one (the message names the line or

@@ -4,8 +4,8 @@ The name stands for Reverse Prompt Contrastive Decoding; prefixes stand for its 
 
     log w = log P_target - strength * mean over the competing attributes of log P_c
 
-The original decodes greedily (`--top-k 1`). It has one reverse prompt; with several competitors
-their mean takes its place.
+The original decodes greedily (`--top-k 1`) and has one reverse prompt; here the mean over all
+competitors stands for it.
 """
 
 from __future__ import annotations

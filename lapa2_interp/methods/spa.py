@@ -3,7 +3,7 @@
     log w = omega log P_prefix + (1 - omega) log P_masked
 
 In the branch "masked" no query after the prefix sees it, and the prompt keeps its position. omega 1
-is direct conditioning on the prefix, 0 ignores it, and above 1 exaggerates it. So this is PREADD
+is direct conditioning on the prefix, 0 ignores it, and above 1 exaggerates it. So SPA is PREADD
 whose base has the positions of the prefix branch. The original steers parts of instructions for
 code, and chooses omega for each model.
 """

@@ -8,12 +8,12 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
-from typing import TYPE_CHECKING, Any, cast, get_args
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from pydantic import BaseModel, ConfigDict
 
-from lapa2_interp._util.errors import LayoutError, ModelError, unknown_choice
+from lapa2_interp._util.errors import LayoutError, ModelError
 from lapa2_interp.bias.layer_types import FULL_ATTENTION, LayerType, LayerTypeName
 from lapa2_interp.bias.layout import text_markers
 from lapa2_interp.bias.tokens import require_tokenizer
@@ -24,7 +24,7 @@ from lapa2_interp.models.fingerprint import (
     plain_tensors,
 )
 from lapa2_interp.models.fused import check_fused_weights, fused_weights
-from lapa2_interp.models.machine import Attn
+from lapa2_interp.models.machine import Attn, check_attn
 from lapa2_interp.models.prepacked import (
     Prepacking,
     can_prepack_layers,
@@ -68,8 +68,7 @@ class TransformersModel:
     static = False
 
     def __init__(self, network: Any, tokenizer: Any, name: str, attn: str = "auto") -> None:
-        if attn not in get_args(Attn):
-            raise ModelError(unknown_choice("attn", attn, get_args(Attn)))
+        check_attn(attn)
         self.attn, self.paths = cast("Attn", attn), dict[int, str]()
         if not hasattr(type(network), "set_attn_implementation"):
             raise ModelError(

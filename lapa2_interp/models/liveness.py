@@ -39,10 +39,9 @@ from lapa2_interp.models.card import (
     plain_network,
     weights_dtype,
 )
+from lapa2_interp.models.hook_names import HOOK_PATTERN, HOOK_SCORES
 from lapa2_interp.models.positions import rows_problem, tolerance
 
-HOOK_SCORES = "blocks.{}.attn.hook_attn_scores"
-HOOK_PATTERN = "blocks.{}.attn.hook_pattern"
 SCORE_EDIT = 3.0
 LOGIT_TOLERANCE = {
     torch.float64: 1e-3,

@@ -45,7 +45,7 @@ from lapa2_interp.models.card import (
 from lapa2_interp.models.exact_softmax import make_softmax_exact
 from lapa2_interp.models.fingerprint import weights_read_once
 from lapa2_interp.models.liveness import assert_live
-from lapa2_interp.models.machine import default_device, resolve_dtype
+from lapa2_interp.models.machine import check_attn, default_device, resolve_dtype
 from lapa2_interp.models.planted import (
     PLANTED,
     answer_key,
@@ -64,6 +64,7 @@ from lapa2_interp.models.smollm2 import (
     smollm2_folder,
 )
 from lapa2_interp.models.tiny import TINY, tiny_config, tiny_tokenizer
+from lapa2_interp.models.untrained import SEED, UNTRAINED, untrained
 from lapa2_interp.models.weights import (
     ADAPTER,
     adapter_error,
@@ -110,7 +111,8 @@ def load_model(
 
     Args:
         name: "smollm2-135m", "tiny-gpt2", "tiny-llama", "tiny-neox", "planted" (`models.planted`),
-            a Hugging Face hub id, or a local folder (also as a Path).
+            a Hugging Face hub id, or a local folder (also as a Path); "random:NAME" is the same
+            model untrained.
         dtype: "float32", "bfloat16", "float16" or "float64"; or "auto": bfloat16 where the device
             computes faster in it than in float32, else float32 (`models.machine.faster_dtype`).
             Texts differ between dtypes.
@@ -148,12 +150,7 @@ def load_model(
     }
     if model_class not in wrap:
         raise ModelError(unknown_choice("model class", model_class, wrap))
-    if attn == "fused" and model_class != "TransformersModel":
-        raise ModelError(
-            f"a {model_class} has hooks on the matrix of scores, so {parameter('attn')} is auto or"
-            f" matrix; give {parameter('model_class', 'TransformersModel')} for"
-            f" {parameter('attn', 'fused')}"
-        )
+    check_attn(attn, model_class)
     if not isinstance(name, str | Path):
         raise ModelError(
             f"load_model takes a name or a folder, found a {type(name).__name__}; with its"
@@ -325,8 +322,11 @@ def load_transformers(
     import torch
     from transformers import AutoModelForCausalLM
 
-    # Planted and tiny models are made here.
+    # Planted, tiny and untrained models are made here.
     name, dtype = expand_name(name), resolve_dtype(dtype)
+    if (trained := name.removeprefix(UNTRAINED)) != name:
+        network, tokenizer, _ = load_transformers(trained, dtype, trust_remote_code)
+        return untrained(network), tokenizer, f"random, seed {SEED}"
     tokenizer = load_tokenizer(name, trust_remote_code)
     if is_planted(name):
         network = planted_network(name).to(getattr(torch, dtype))
@@ -372,7 +372,7 @@ def load_tokenizer(name: str | Path, trust_remote_code: bool = False) -> PreTrai
     """
     from transformers import AutoTokenizer
 
-    name = expand_name(name)
+    name = expand_name(name).removeprefix(UNTRAINED)
     if is_planted(name):
         return planted_tokenizer(name)
     if name in TINY:
@@ -414,7 +414,7 @@ def expand_name(name: str | Path) -> str:
 
 def model_source(name: str) -> str | Path:
     """The folder or hub id from which transformers loads a model."""
-    if name == SMOLLM2:
+    if (name := name.removeprefix(UNTRAINED)) == SMOLLM2:
         return smollm2_folder()
     path = Path(name)
     if path.is_dir() and name:

@@ -20,7 +20,7 @@ from typing import Any, Literal, get_args
 
 from pydantic import TypeAdapter
 
-from lapa2_interp._util.errors import ModelError, unknown_choice
+from lapa2_interp._util.errors import ModelError, parameter, unknown_choice
 from lapa2_interp._util.files import cache_folder, write_json
 from lapa2_interp._util.parsing import read_text
 
@@ -44,6 +44,22 @@ SLOW_ABOVE = 1.25
 ROWS, WIDTH, MATRICES = 24, 1024, 8
 """Rows of the timed products, and size and number of the square matrices: 32 MiB in float32, more
 than a core's cache holds."""
+
+
+def check_attn(attn: str, model_class: str = "TransformersModel") -> None:
+    """Refuse a way of attention that a class of models does not have.
+
+    Raises:
+        ModelError: It is unknown, or without the matrix of scores, on which hooks are.
+    """
+    if attn not in get_args(Attn):
+        raise ModelError(unknown_choice("attn", attn, get_args(Attn)))
+    if attn == "fused" and model_class != "TransformersModel":
+        raise ModelError(
+            f"a {model_class} has hooks on the matrix of scores, so {parameter('attn')} is auto or"
+            f" matrix; give {parameter('model_class', 'TransformersModel')} for"
+            f" {parameter('attn', 'fused')}"
+        )
 
 
 def processor_kind(device: str = "cpu") -> str:

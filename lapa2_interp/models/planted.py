@@ -98,8 +98,8 @@ class Planted:
         circuit, seed: The name of the circuit ("" for the plain one), and the seed.
         heads: By role, the (layer, head). Roles that the circuit lacks are left out.
         odds: By role, E: the weight of the target key as a multiple of another key's.
-        gain: By role, the output on u for each unit of its input (relay: on its own dimension).
-        unit: U, the logit that a unit on u adds to a positive word.
+        gain: By role, the output on u for an input of 1 (relay: on its own dimension).
+        logit: U, what 1 on u adds to the logit of a positive word.
     """
 
     circuit: str
@@ -107,7 +107,7 @@ class Planted:
     heads: Mapping[str, tuple[int, int]]
     odds: Mapping[str, float]
     gain: Mapping[str, float]
-    unit: float
+    logit: float
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -205,7 +205,7 @@ class Planted:
         " positive"; after " negative" the sign is the opposite. The arguments are those of
         `written`."""
         x, rest = self.written(l, n_prompt, **settings)
-        return 2 * self.unit * x / math.sqrt(1 + (x**2 + rest) / WIDTH)
+        return 2 * self.logit * x / math.sqrt(1 + (x**2 + rest) / WIDTH)
 
     def control(self, l: int, n_prompt: int, **settings: Any) -> float:
         """D = lex after " positive" minus lex after " negative"."""
@@ -350,8 +350,8 @@ def _unembedding(name: str) -> np.ndarray:
     rows = np.zeros((len(words), WIDTH))
     rows[:, CONSTANT] = NEVER_LOGIT
     rows[[words[token] for token in (*FILLERS, *POSITIVE, *NEGATIVE)], CONSTANT] = 0
-    rows[[words[token] for token in POSITIVE], U] = key.unit
-    rows[[words[token] for token in NEGATIVE], U] = -key.unit
+    rows[[words[token] for token in POSITIVE], U] = key.logit
+    rows[[words[token] for token in NEGATIVE], U] = -key.logit
     return rows
 
 

@@ -294,11 +294,11 @@ class SpanScores:
     ) -> Float[Tensor, "row head query few"]:
         """The biased scores of a few keys of each query, as `scores`."""
         rows, heads, places = len(self), self.key.shape[1], index.clamp(min=0)
-        # row kv_head query few d_head
         near = self.key[torch.arange(rows, device=index.device)[:, None, None], :, places]
-        near = near.permute(0, 3, 1, 2, 4).to(self.wide)
+        near = near.permute(0, 1, 3, 4, 2).to(self.wide)  # row query kv_head d_head few
         query = self.query[:, :, queries].to(self.wide).unflatten(1, (heads, -1))
-        scores = (query[:, :, :, :, None] * near[:, :, None]).sum(5).flatten(1, 2) * self.scale
+        products = query.permute(0, 3, 1, 2, 4) @ near  # row query kv_head head few
+        scores = products.permute(0, 2, 3, 1, 4).flatten(1, 2) * self.scale
         for span, bias in zip(self.spans, self.biases, strict=True):
             inside = span.gather(1, places.flatten(1)).view_as(places)[:, None]
             scores = scores + torch.where(inside, bias[:, :, queries, None], 0.0)

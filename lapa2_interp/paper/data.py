@@ -22,9 +22,9 @@ from lapa2_interp.paper.estimates import FRACTIONS, PERPLEXITY_TEXTS, perplexity
 from lapa2_interp.paper.reported import PAPER_METRICS
 from lapa2_interp.paper.scripts import DEFAULT_SCORERS
 from lapa2_interp.paper.tables import ARM_COLUMNS, ROW_COLUMNS
-from lapa2_interp.runs.run import Run, each_once, finished_cell
-from lapa2_interp.runs.texts import at_lengths, in_parts
-from lapa2_interp.scoring.registry import ScorerOptions, make_scorer, score_samples
+from lapa2_interp.runs.run import Run, finished_cell
+from lapa2_interp.runs.texts import at_lengths, each_once, in_parts
+from lapa2_interp.scoring.registry import ScorerOptions, make_scorer, score_texts
 from lapa2_interp.scoring.scorer import (
     ScoreCache,
     TextItem,
@@ -140,20 +140,20 @@ class ItemData:
         have the scorer in parentheses (`PAPER_METRICS`).
         """
         frames = []
-        with ScoreCache(self.run.home / "scores") as cache:
+        with ScoreCache(self.run.require_folder() / "scores") as cache:
             finished = cells[cells["state"] == "finished"]
             wordings = finished["key"].map(lambda key: str(self.run.by_key[key].task.attributes))
             for (task, *_), group in finished.groupby(["task", wordings, "model"], sort=False):
-                samples = self.texts(group, lengths, parts)
+                texts = self.texts(group, lengths, parts)
                 options = self._scorer_options(group)
                 for name, asked in self._scorers_by_metric(str(task), metrics).items():
-                    texts = self._perplexity_rows(samples) if name == "perplexity" else samples
-                    if len(texts):
-                        scores = score_samples(texts.drop(columns="tokens"), asked, options, cache)
+                    scored = self._perplexity_rows(texts) if name == "perplexity" else texts
+                    if len(scored):
+                        scores = score_texts(scored.drop(columns="tokens"), asked, options, cache)
                         frames.append(scores[scores["metric"].map(metric_name) == name])
         if not frames:
             return pd.DataFrame(
-                columns=[*ROW_COLUMNS, "cell", "prompt", "metric", "value", "skipped", "scorer"]
+                columns=[*ROW_COLUMNS, "cell", "prompt", "metric", "value", "reason", "scorer"]
             )
         table = pd.concat(frames, ignore_index=True)
         names = table["metric"].map(metric_name)
@@ -168,24 +168,22 @@ class ItemData:
         words = table.select_dtypes(exclude=["number", "bool"]).columns
         return table.astype(dict.fromkeys(words, object))
 
-    def scorer_numbers(
-        self, group: pd.DataFrame, samples: pd.DataFrame, metric: str
-    ) -> pd.DataFrame:
+    def scorer_numbers(self, group: pd.DataFrame, texts: pd.DataFrame, metric: str) -> pd.DataFrame:
         """All columns of a metric's first scorer on texts (`scoring.run_scorer`).
 
         Args:
             group: The cells of the texts, of one task.
-            samples: The texts, with their prompt and attribute.
+            texts: With prompt and attribute.
             metric: accuracy, toxicity or perplexity.
         """
         asked = self._scorers_by_metric(str(group["task"].iloc[0]), (metric,))[metric][0]
         name, _, model = asked.partition("=")
-        texts = samples[["text", "prompt", "attribute"]].to_numpy()
+        triples = texts[["text", "prompt", "attribute"]].to_numpy()
         with (
-            ScoreCache(self.run.home / "scores") as cache,
+            ScoreCache(self.run.require_folder() / "scores") as cache,
             closing(make_scorer(name, model, self._scorer_options(group))) as scorer,
         ):
-            return run_scorer(scorer, [TextItem(*fields) for fields in texts], cache)
+            return run_scorer(scorer, [TextItem(*fields) for fields in triples], cache)
 
     def _scorers_by_metric(self, task: str, metrics: Sequence[str] | None) -> dict[str, list[str]]:
         """The scorers of a task, NAME or NAME=MODEL, by metric.
@@ -210,26 +208,26 @@ class ItemData:
         return {name: by_name[name] for name in names}
 
     def texts(self, group: pd.DataFrame, lengths: Iterable[int], parts: int = 1) -> pd.DataFrame:
-        """Texts of finished cells of one model and task, cut as in `scores`: `Run.samples` with
+        """Texts of finished cells of one model and task, cut as in `scores`: `Run.texts` with
         columns length and part."""
         frames = []
         for longest in dict.fromkeys(group["max_length"].astype(int)):
             keys = list(group["key"][group["max_length"] == longest])
-            samples = self.run.samples(keys)
+            texts = self.run.texts(keys)
             chosen = sorted({length for length in lengths if length < longest} | {longest})
-            frames.append(at_lengths(samples, self.run.manifest(keys[0]), chosen))
+            frames.append(at_lengths(texts, self.run.manifest(keys[0]), chosen))
         texts = pd.concat(frames, ignore_index=True)
         if parts == 1:
             return texts.assign(part=0)
         return in_parts(texts, parts, shared_tokenizer(str(group["model"].iloc[0])))
 
-    def _perplexity_rows(self, samples: pd.DataFrame) -> pd.DataFrame:
-        """The first samples of every prompt, so that each arm has about `perplexity_texts`
+    def _perplexity_rows(self, texts: pd.DataFrame) -> pd.DataFrame:
+        """The first texts of every prompt, so that each arm has about `perplexity_texts`
         texts."""
-        first = (samples["prompt"] + "\0" + samples["attribute"]).astype(object)
-        firsts = first.groupby([samples[name] for name in ARM_COLUMNS]).transform("nunique")
+        first = (texts["prompt"] + "\0" + texts["attribute"]).astype(object)
+        firsts = first.groupby([texts[name] for name in ARM_COLUMNS]).transform("nunique")
         per_prompt = {n: perplexity_samples(int(n), self.perplexity_texts) for n in firsts.unique()}
-        return samples[samples["sample"] < firsts.map(per_prompt)]
+        return texts[texts["sample"] < firsts.map(per_prompt)]
 
     def _scorer_options(self, group: pd.DataFrame) -> ScorerOptions:
         first = group["key"].iloc[0]
@@ -240,7 +238,7 @@ class ItemData:
         self, cells: pd.DataFrame
     ) -> Iterable[tuple[dict[str, Any], xr.Dataset, pd.DataFrame]]:
         """The trace of each arm (all its attributes together) over its finished cells: the arm's
-        columns, the trace, the samples.
+        columns, the trace, the texts.
 
         The trace has only the branch with the steered attribute's prefix.
         """
@@ -252,11 +250,11 @@ class ItemData:
                 for trace in traces
             ]
             if traces:
-                samples = pd.concat([run.samples for run in runs], ignore_index=True)
+                texts = pd.concat([run.texts for run in runs], ignore_index=True)
                 yield (
                     dict(zip(ARM_COLUMNS, values, strict=True)),
-                    join_traces(traces, samples),
-                    samples,
+                    join_traces(traces, texts),
+                    texts,
                 )
 
     def step_curves(
@@ -269,8 +267,8 @@ class ItemData:
             RunError: No finished cell has a trace.
         """
         frames = []
-        for arm, trace, samples in self.arm_traces(cells):
-            table = make(trace, samples)
+        for arm, trace, texts in self.arm_traces(cells):
+            table = make(trace, texts)
             table = table[(table["step"] < 16) | (table["step"] % 4 == 0)]
             frames.append(table.assign(**arm))
         if not frames:

@@ -97,11 +97,11 @@ class ItemTables(ItemClaims):
         # Prefix attention [sample step] of each arm, at the steps that all its texts have.
         curves: dict[str, dict[str, tuple[np.ndarray, pd.Series]]] = {}
         labels = {tuple(where.values()): label for where, label, _ in self.data.groups(cells)}
-        for arm, trace, samples in self.data.arm_traces(cells):
+        for arm, trace, texts in self.data.arm_traces(cells):
             prefix = pooled(trace, "prefix")[0]
             prefix = prefix[:, : int((~np.isnan(prefix).any(axis=0)).sum())]
             setting = labels[arm["model"], arm["task"], arm["method"], arm["variant"]]
-            curves.setdefault(setting, {})[arm["arm"]] = (prefix, samples["prompt"])
+            curves.setdefault(setting, {})[arm["arm"]] = (prefix, texts["prompt"])
         # Each arm against the baseline, over the steps that both have.
         for setting, arms in curves.items():
             for name in [name for name in arms if name != "baseline" and "baseline" in arms]:
@@ -137,10 +137,10 @@ class ItemTables(ItemClaims):
         of_run = self.cells[self.cells["key"].isin(arms.index)]
         named = dict(zip(of_run["arm"], of_run["key"].map(arms), strict=True))
         rows = []
-        for arm, trace, samples in self.data.arm_traces(of_run):
+        for arm, trace, answers in self.data.arm_traces(of_run):
             for name in columns:
                 means = np.nanmean(pooled(trace, name)[0], axis=1)
-                interval = mean_interval(means, samples["prompt"].to_numpy())
+                interval = mean_interval(means, answers["prompt"].to_numpy())
                 own = {"arm": named[arm["arm"]], "metric": name, "n": interval.n}
                 rows.append(arm | own | interval.columns)
         masses = pd.DataFrame(rows, columns=[*ARM_COLUMNS, "metric", "mean", "low", "high", "n"])
@@ -166,11 +166,11 @@ class ItemTables(ItemClaims):
 
 
 def prefix_step_table(
-    trace: xr.Dataset, samples: pd.DataFrame, names: Sequence[str] = ("prefix",)
+    trace: xr.Dataset, texts: pd.DataFrame, names: Sequence[str] = ("prefix",)
 ) -> pd.DataFrame:
     """Prefix attention of one arm (or other sums) against step, in layers of the first type
     (`layer_types`); for `ItemData.step_curves`."""
-    steps = step_table(trace, samples.assign(arm="one"))
+    steps = step_table(trace, texts.assign(arm="one"))
     wanted = steps["name"].isin(names) & (steps["layer_type"] == traced_layer_types(trace)[0])
     return steps[wanted].drop(columns=["arm", "layer_type"])
 

@@ -126,9 +126,12 @@ def run_proposition_study(
     paper, against the paper, or inconclusive. For example
 
         lapa2 propositions --out results/propositions
-        lapa2 propositions --text book.txt --out results/long
+        lapa2 propositions --text book.txt --out results/both
+        lapa2 propositions --text book.txt --out results/long \\
+            --length 32 --alphas --free --synthetic-length 0
 
-    where the second also reads one text up to the model's context.
+    where the second also reads one text up to the model's context, and the third little else: a
+    text of 8,192 tokens takes SmolLM2 a minute for each alpha.
 
     Args:
         out: A new folder: tables/, figures/, traces (thinned) and report.html.
@@ -307,22 +310,22 @@ def _texts_by_alpha(run: Run) -> dict[float, tuple[pd.DataFrame, xr.Dataset]]:
         by_alpha.setdefault(cell.columns["alpha"], []).append(finished_cell(run, key))
     joined = {}
     for alpha, cells in by_alpha.items():
-        samples = pd.concat([cell.samples for cell in cells], ignore_index=True)
-        trace = join_traces([cell.trace for cell in cells if cell.trace is not None], samples)
-        joined[alpha] = samples, trace.drop_vars(["arm", "sample"])
+        texts = pd.concat([cell.texts for cell in cells], ignore_index=True)
+        trace = join_traces([cell.trace for cell in cells if cell.trace is not None], texts)
+        joined[alpha] = texts, trace.drop_vars(["arm", "sample"])
     return joined
 
 
 def _same_texts(model: Model, run: Run, rules: Mapping[float, Augmentation]) -> xr.Dataset:
     """The baseline's texts of a run under every alpha, stacked; alpha 0 is the run's own trace."""
-    samples, base = _texts_by_alpha(run)[0.0]
+    table, base = _texts_by_alpha(run)[0.0]
     task = next(iter(run.by_key.values())).task
-    pairs = zip(samples["attribute"], samples["prompt"], strict=True)
+    pairs = zip(table["attribute"], table["prompt"], strict=True)
     layouts = [
         Layout.of(model.tokenizer, task.prefix(str(attribute)), prompt)
         for attribute, prompt in pairs
     ]
-    texts = samples["tokens"].tolist()
+    texts = table["tokens"].tolist()
     read = _read_under(model, layouts, texts, rules, "reading the same texts")
     return stack_alphas({0.0: base, **read})
 
@@ -358,7 +361,7 @@ def _without_traces(run: Run) -> Run:
         copy = Cell.model_validate(cell.model_dump() | {"trace": "none"})
         cells[copy.key] = copy
         batches[copy.key] = [
-            FinishedBatch(batch.record.model_copy(update={"key": copy.key}), batch.samples, None)
+            FinishedBatch(batch.record.model_copy(update={"key": copy.key}), batch.texts, None)
             for batch in run.batches[key]
         ]
     return Run(None, Listing(grids={KIND: tuple(cells)}), cells, batches)

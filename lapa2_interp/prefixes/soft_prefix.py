@@ -24,7 +24,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict
 
 from lapa2_interp._util.commands import command
 from lapa2_interp._util.errors import PrefixError, parameter, validation_message
-from lapa2_interp._util.files import atomic_write, sha256_of, write_json
+from lapa2_interp._util.files import atomic_write, result_folder, sha256_of, write_json
 from lapa2_interp._util.parsing import parse_object, read_text
 from lapa2_interp.models.card import (
     Model,
@@ -34,6 +34,7 @@ from lapa2_interp.models.card import (
     model_card,
     network_of,
 )
+from lapa2_interp.models.weights import ADAPTER
 from lapa2_interp.stats import Interval
 
 if TYPE_CHECKING:
@@ -240,6 +241,49 @@ class SoftPrefix:
 
     def __repr__(self) -> str:
         return f"SoftPrefix({self.card.name} of {self.card.model})"
+
+    def to_peft(self, folder: str | Path, base: str = "") -> Path:
+        """Write the prefix as an adapter that PEFT loads: `PeftModel.from_pretrained(network,
+        folder)`. `lapa2 prefix import` reads it back.
+
+        Args:
+            folder: A new folder.
+            base: Hub id or folder of the model it was trained for, which the adapter names; by
+                default its name in this package.
+
+        Raises:
+            PrefixError: Its positions are not shifted, and PEFT always shifts them.
+            RunError: As `files.result_folder`.
+        """
+        import torch
+        from safetensors.torch import save_file
+
+        if not self.card.shifted:
+            raise PrefixError(
+                f"{self!r} was trained with positions that start at 0, and in PEFT they start after"
+                " the slots; train one with shifted positions"
+                f" ({parameter('shifted', 'true', 'set')})"
+            )
+        shape = self.card.shape
+        config = {
+            "peft_type": "PREFIX_TUNING",
+            "task_type": "CAUSAL_LM",
+            "base_model_name_or_path": base or self.card.model,
+            "inference_mode": True,
+            "num_virtual_tokens": shape.n_slots,
+            "num_layers": shape.n_layers,
+            "num_attention_heads": shape.n_kv_heads,
+            "token_dim": shape.n_kv_heads * shape.d_head,
+            "num_transformer_submodules": 1,
+            "prefix_projection": False,
+        }
+        # PEFT's order: slot, layer, keys and values, KV head, dimension.
+        both = torch.stack([self.keys, self.values])
+        embeddings = both.permute(3, 1, 0, 2, 4).flatten(1).contiguous().cpu()
+        with result_folder(Path(folder)) as fresh:
+            write_json(fresh / ADAPTER, config)
+            save_file({"prompt_embeddings": embeddings}, fresh / "adapter_model.safetensors")
+        return Path(folder)
 
     def check(self, model: Model) -> None:
         """Refuse a model that this prefix was not made for.

@@ -70,13 +70,13 @@ def write_report(
         RunError: The given folder has no tables, or the file cannot be written.
     """
     run = run if isinstance(run, Run) else load_run(run)
-    folder = run.home / "tables" if tables is None else Path(tables)
+    folder = run.require_folder() / "tables" if tables is None else Path(tables)
     if tables is not None and not any(folder.glob("*.json")):
         raise RunError(
             f"{parameter('tables')} {folder} has no tables (ITEM.json);"
-            f" `{script_command('analyses/ITEM.py', run.home)}` makes those of an item"
+            f" `{script_command('analyses/ITEM.py', run.require_folder())}` makes those of an item"
         )
-    file = run.home / "report.html" if out is None else Path(out)
+    file = run.require_folder() / "report.html" if out is None else Path(out)
     views = sorted(path.name for path in file.parent.glob("view*.html"))
     return write_page(file, lambda: run_report(run, folder, folder.parent / "figures", views=views))
 

@@ -23,7 +23,7 @@ TOKEN_BYTES = 18
 """Approximate bytes of a token with its two masses in the page."""
 MAX_PROMPTS = 8
 """Largest number of prompts with texts."""
-MASS_UNIT = 1e-4
+MASS_SCALE = 1e-4
 """Attention masses are rounded to multiples of this."""
 
 
@@ -34,11 +34,11 @@ def texts_to_show(run: Run, room: int) -> tuple[int, dict[str, Any]]:
         room: Bytes for texts.
 
     Returns:
-        The number of prompts; and {"unit", "top": {"p", "b"}, "groups": [...]}, a group {"setup",
+        The number of prompts; and {"scale", "top": {"p", "b"}, "groups": [...]}, a group {"setup",
         "task", "attribute", "method", "size", "prompts", "arms": [{"arm", "cell", "branch",
         "prefix", "texts"}]} and its "texts", by prompt, {"t": text of every token, "p" and "b":
-        attention on prefix and BOS in units at the step that predicted it, or null, "end": the
-        reason why it ended}, or null.
+        attention on prefix and BOS over the scale, at the step that predicted it, or null, "end":
+        the reason why it ended}, or null.
     """
 
     groups = _group_cells(run)
@@ -56,7 +56,7 @@ def texts_to_show(run: Run, room: int) -> tuple[int, dict[str, Any]]:
             columns.append({"arm": arm, "cell": cell.key} | shown_texts)
         names = dict(zip(("setup", "task", "attribute", "method", "size"), labels, strict=True))
         shown.append(names | {"prompts": prompts, "arms": columns})
-    data: dict[str, Any] = {"unit": MASS_UNIT, "groups": shown}
+    data: dict[str, Any] = {"scale": MASS_SCALE, "groups": shown}
     data["top"] = {
         name: colour_top([text[name] for text in each_text(data) if text[name]])
         for name in ("p", "b")
@@ -103,7 +103,7 @@ def text_column(
     """A cell's texts with the attention that colours them, the branch of the attention, and its
     prefix."""
 
-    samples, trace = cell.samples.reset_index(drop=True), cell.trace
+    table, trace = cell.texts.reset_index(drop=True), cell.trace
     texts: list[dict[str, Any] | None] = []
     branch, has_prefix = "", False
     masses: dict[str, np.ndarray] = {}
@@ -114,11 +114,11 @@ def text_column(
         names = {"p": "prefix", "b": "bos"} if has_prefix else {"b": "bos"}
         masses = {short: pooled(part, name)[0] for short, name in names.items()}
     for prompt in prompts:
-        rows = samples.index[(samples["prompt"] == prompt) & (samples["sample"] == 0)]
+        rows = table.index[(table["prompt"] == prompt) & (table["sample"] == 0)]
         if not len(rows):
             texts.append(None)
             continue
-        row = samples.loc[rows[0]]
+        row = table.loc[rows[0]]
         tokens = [int(token) for token in row["tokens"]]
         text: dict[str, Any] = {
             "t": token_texts(tokenizer, prompt, tokens),
@@ -127,7 +127,7 @@ def text_column(
         for name in ("p", "b"):
             mass = masses[name][rows[0]][: len(tokens)] if name in masses else None
             text[name] = (
-                None if mass is None else [round(float(value) / MASS_UNIT) for value in mass]
+                None if mass is None else [round(float(value) / MASS_SCALE) for value in mass]
             )
         texts.append(text)
     return {
@@ -158,5 +158,5 @@ def colour_top(masses: Sequence[Sequence[int]]) -> int:
     """The end of the colour scale: the 99th percentile of the masses, rounded up to .05."""
     if not masses:
         return 0
-    step = round(0.05 / MASS_UNIT)
+    step = round(0.05 / MASS_SCALE)
     return max(1, math.ceil(float(np.percentile(np.concatenate(masses), 99)) / step)) * step

@@ -75,10 +75,10 @@ from lapa2_interp.report.steer_result import (
 )
 from lapa2_interp.runs.engines import Engine, local_engine
 from lapa2_interp.runs.estimates import check_affordable, estimate
+from lapa2_interp.runs.fill import fill_run
 from lapa2_interp.runs.grid import Grid
 from lapa2_interp.runs.run import load_run
-from lapa2_interp.runs.sweep import sweep
-from lapa2_interp.scoring.registry import ScorerOptions, score_samples
+from lapa2_interp.scoring.registry import ScorerOptions, score_texts
 from lapa2_interp.scoring.scorer import CLASSIFIERS, ScoreCache
 from lapa2_interp.scoring.tables import cell_table, difference_table, distinct_cells
 from lapa2_interp.stats import FEW, holm
@@ -324,7 +324,9 @@ def _make(
         RunError: A cell failed, or other weights chose the heads.
     """
     unique = tuple({cell.key: cell for cell in cells}.values())
-    made = sweep(folder / name, [Grid(name, f"steer: {name}", unique)], engine, lambda line: None)
+    made = fill_run(
+        folder / name, [Grid(name, f"steer: {name}", unique)], engine, lambda line: None
+    )
     run = load_run(folder / name)
     if made.failed or made.elsewhere:
         reasons = [failure.reason for failure in run.failures.values()]
@@ -339,7 +341,7 @@ def _make(
             f"the heads of {folder / CARD} were chosen in {chosen.weights}, and the texts are of"
             f" {weights}; choose another {parameter('out')}"
         )
-    return run.samples()
+    return run.texts()
 
 
 def _tune(
@@ -397,15 +399,15 @@ def _judged_texts(
         if arm not in TUNED or arm in alphas
     }
     every = [cell for of_arm in cells.values() for cell in of_arm]
-    samples = _make(folder, "judge", every, chosen, engine)
+    texts = _make(folder, "judge", every, chosen, engine)
     names = {cell.key: arm for arm, of_arm in cells.items() for cell in of_arm}
-    return samples.assign(arm=samples["cell"].map(names))
+    return texts.assign(arm=texts["cell"].map(names))
 
 
 def _scores(
     folder: Path | None,
     settings: SteerSettings,
-    samples: pd.DataFrame,
+    texts: pd.DataFrame,
     device: str | None,
     metrics: Sequence[str],
 ) -> pd.DataFrame:
@@ -418,19 +420,19 @@ def _scores(
             asked = f"{name}={by}" if by else name
             if name == "perplexity":
                 asked = f"conditional-perplexity={settings.perplexity}"
-            scores.append(score_samples(samples, [asked], options, cache).assign(metric=metric))
+            scores.append(score_texts(texts, [asked], options, cache).assign(metric=metric))
     return pd.concat(scores, ignore_index=True)
 
 
-def _judged_table(scores: pd.DataFrame, samples: pd.DataFrame) -> pd.DataFrame:
+def _judged_table(scores: pd.DataFrame, texts: pd.DataFrame) -> pd.DataFrame:
     """`Steered.table`. Perplexity is exp of the mean NLL over texts, as in the budget."""
-    rows = scores[["arm", "attribute", "prompt", "sample", "metric", "value", "skipped", "scorer"]]
+    rows = scores[["arm", "attribute", "prompt", "sample", "metric", "value", "reason", "scorer"]]
     of_perplexity = rows["metric"] == "perplexity"
     nll = np.log(rows["value"].where(of_perplexity))
     rows = rows.assign(value=rows["value"].where(~of_perplexity, nll))
     rows["metric"] = rows["metric"].mask(of_perplexity, "nll")
     table = pd.concat(
-        [cell_table(rows), distinct_cells(samples[["arm", "attribute", "prompt", "text"]])]
+        [cell_table(rows), distinct_cells(texts[["arm", "attribute", "prompt", "text"]])]
     )
     is_nll = table["metric"] == "nll"
     for column in ("mean", "low", "high"):
@@ -445,7 +447,7 @@ def _tests(settings: SteerSettings, scores: pd.DataFrame) -> pd.DataFrame:
     judged = set(scores["arm"])
     against = (NO_BIAS, ALL, RANDOM)
     rows = scores[scores["metric"] == settings.metrics[0]]
-    rows = rows[["arm", "attribute", "prompt", "sample", "metric", "value", "skipped", "scorer"]]
+    rows = rows[["arm", "attribute", "prompt", "sample", "metric", "value", "reason", "scorer"]]
     differences = difference_table(rows, CHOSEN)
     differences = (
         differences[differences["attribute"] == "all"].set_index("arm")

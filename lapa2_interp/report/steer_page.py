@@ -180,10 +180,8 @@ def _wide(steered: Steered) -> pd.DataFrame:
 
 
 def _texts(steered: Steered) -> pd.DataFrame:
-    prompts = list(dict.fromkeys(steered.samples["prompt"]))[:SHOWN_TEXTS]
-    part = steered.samples[
-        steered.samples["prompt"].isin(prompts) & (steered.samples["sample"] == 0)
-    ]
+    prompts = list(dict.fromkeys(steered.texts["prompt"]))[:SHOWN_TEXTS]
+    part = steered.texts[steered.texts["prompt"].isin(prompts) & (steered.texts["sample"] == 0)]
     part = part.assign(arm=pd.Categorical(part["arm"], ORDER, ordered=True))
     part = part.sort_values(["prompt", "attribute", "arm"], kind="stable")
     return part[["attribute", "arm", "text"]]

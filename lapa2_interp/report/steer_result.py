@@ -163,7 +163,7 @@ class Steered:
         table: A row per arm, attribute (and "all") and metric: mean, low, high, n, prompts.
         tests: A row for each of the three tests: against, difference, low, high, p, p_holm,
             detectable, prompts (that have scores in both; NaN where an arm is not comparable).
-        samples: The judged texts.
+        texts: The judged ones.
     """
 
     folder: Path
@@ -172,7 +172,7 @@ class Steered:
     tuning: pd.DataFrame
     table: pd.DataFrame
     tests: pd.DataFrame
-    samples: pd.DataFrame
+    texts: pd.DataFrame
 
     def summary(self) -> str:
         """What came out, in a few lines."""

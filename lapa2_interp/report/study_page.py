@@ -16,7 +16,9 @@ from lapa2_interp.circuits.control import ControlScore
 from lapa2_interp.circuits.examples import RAW, ContrastExample
 from lapa2_interp.circuits.knockout import JointCurve, KnockOut
 from lapa2_interp.circuits.logit_attribution import HeadLogitAttribution
+from lapa2_interp.circuits.placebo import Placebo
 from lapa2_interp.circuits.study_results import EDGES, CircuitStudy, head_name
+from lapa2_interp.circuits.unit_table import draw_tables
 from lapa2_interp.stats import FEW
 
 METRIC_TEXTS = {
@@ -46,8 +48,9 @@ def render_study(study: CircuitStudy) -> str:
             "Layers and KV heads",
             "How much js is lost when heads cannot see the prefix, at any query after it. The"
             " figure shows whole layers, the table the KV heads with the largest loss."
-            + _weak_layers(study),
-            study.tables["layer"].plot(),
+            + _weak_layers(study)
+            + _beside_words(study, "layer, js"),
+            _beside_placebo(study, "layer"),
             _table_of(study.tables["kv"], 8),
         ),
         Section(
@@ -59,8 +62,9 @@ def render_study(study: CircuitStudy) -> str:
                 if "lex" in heads.metrics
                 else ""
             )
-            + " p is corrected for the number of heads.",
-            heads.plot(),
+            + " p is corrected for the number of heads."
+            + _beside_words(study, "head, js"),
+            _beside_placebo(study, "head"),
             _table_of(heads, 16),
         ),
         Section(
@@ -86,7 +90,7 @@ def render_study(study: CircuitStudy) -> str:
         Section(
             "Tokens of the prefix",
             "How much js is lost when no head can see one of its tokens (figure), and when one of"
-            " the best heads cannot (table).",
+            " the best heads cannot (table)." + _beside_words(study, "position, js"),
             _position_figure(study),
             _token_table(study),
         ),
@@ -109,15 +113,66 @@ def render_study(study: CircuitStudy) -> str:
             Section(
                 "What they write",
                 "Direct effects: what a head's reading of the prefix adds to the words of its"
-                " attribute. A head that writes for other heads has none.",
+                " attribute. A head that writes for other heads has none."
+                + _beside_words(study, "head, direct"),
                 study.logit_attribution.plot(),
                 _word_table(study.logit_attribution),
             )
         )
+    if study.placebo is not None:
+        sections.append(_placebo_section(study.placebo))
     model, task = study.settings["model"]["name"], study.settings["task"]
     title = f"Which heads of {model} carry {task} control?"
     findings, details = study.findings()
     return page(title, findings, sections, _facts(study), details)
+
+
+def _beside_placebo(study: CircuitStudy, over: str) -> Drawing:
+    """The figure of a kind of unit, and beside it that of the untrained model."""
+    if study.placebo is None:
+        return study.tables[over].plot()
+    name = f"{over}, js"
+    tables = {"trained": study.placebo.trained[name], "untrained": study.placebo.untrained[name]}
+    return draw_tables(tables)
+
+
+def _beside_words(study: CircuitStudy, name: str) -> str:
+    """A sentence about a map of nothing."""
+    if study.placebo is None:
+        return ""
+    table = study.placebo.frame()
+    nothing = records(table[(table["map"] == name) & (table["kind"] != "trained")])
+    words = [f"{row['kind']} {row['largest']:.2g}" for row in nothing]
+    return f" Placebo, the largest value: {', '.join(words)}." if words else ""
+
+
+def _placebo_section(placebo: Placebo) -> Section:
+    """Every map beside that of the untrained model and that with shuffled labels."""
+    name = "head, direct" if "head, direct" in placebo.shuffled else "head, lex"
+    figure = None
+    if name in placebo.shuffled:
+        tables = {"trained": placebo.trained[name], "labels shuffled": placebo.shuffled[name]}
+        figure = draw_tables(tables)
+    table = placebo.frame()
+    shown = table[["map", "kind"]].assign(
+        largest=table["largest"].map("{:.2g}".format),
+        named=[
+            "" if np.isnan(row["named"]) else f"{row['named']:.0f} of {row['units']}"
+            for row in records(table)
+        ],
+        spearman=table["spearman"].map("{:.2f}".format),
+    )
+    return Section(
+        "Placebo",
+        f"The same maps where there is nothing to find: in {placebo.model}, whose weights are those"
+        " with which training begins, and with the attributes of half of the prompts swapped, which"
+        " changes only measures with a sign (lex, direct). Largest: the largest mean of a unit, by"
+        " size. Named: units with family-wise p < .05 of either sign (8 prompts or more). Spearman:"
+        " of the order of units with the trained one. Named units of an untrained model have small"
+        " effects that are alike in all prompts: compare sizes.",
+        figure,
+        shown,
+    )
 
 
 def _facts(study: CircuitStudy) -> dict[str, str]:

@@ -16,21 +16,21 @@ async function inflated(base64) {
 }
 
 function arraysOf(index, bytes) {
-  const found = {};
+  const arrays = {};
   let at = 0;
   for (const [name, { type, length }] of Object.entries(index)) {
-    if (type === "uint8") found[name] = bytes.subarray(at, at + length);
+    if (type === "uint8") arrays[name] = bytes.subarray(at, at + length);
     if (type === "uint16") {
       const low = bytes.subarray(at, at + length), high = bytes.subarray(at + length, at + 2 * length);
-      found[name] = Uint16Array.from(low, (value, i) => value + 256 * high[i]);
+      arrays[name] = Uint16Array.from(low, (value, i) => value + 256 * high[i]);
     }
     if (type === "float32") {
       const view = new DataView(bytes.buffer, bytes.byteOffset + at, 4 * length);
-      found[name] = Float32Array.from({ length }, (_, i) => view.getFloat32(4 * i, true));
+      arrays[name] = Float32Array.from({ length }, (_, i) => view.getFloat32(4 * i, true));
     }
     at += length * { uint8: 1, uint16: 2, float32: 4 }[type];
   }
-  return found;
+  return arrays;
 }
 
 /** The numbers of a view; a head is layer * heads + head, or "mean". */
@@ -88,8 +88,8 @@ const SPLITS = {
 const STRIPS = { bos: "#8b949e", prefix: "#d55e00", prompt: "#0072b2", generated: "#009e73" };
 
 const mixed = (stops, t) => {
-  const place = Math.min(Math.max(t, 0), 1) * (stops.length - 1), i = Math.min(Math.floor(place), stops.length - 2);
-  return stops[i].map((value, c) => Math.round(value + (stops[i + 1][c] - value) * (place - i)));
+  const position = Math.min(Math.max(t, 0), 1) * (stops.length - 1), i = Math.min(Math.floor(position), stops.length - 2);
+  return stops[i].map((value, c) => Math.round(value + (stops[i + 1][c] - value) * (position - i)));
 };
 const css = colour => `rgb(${colour.join(",")})`;
 const inkOn = ([r, g, b]) => 0.299 * r + 0.587 * g + 0.114 * b > 140 ? "#1f2328" : "#ffffff";
@@ -97,13 +97,13 @@ const inkOn = ([r, g, b]) => 0.299 * r + 0.587 * g + 0.114 * b > 140 ? "#1f2328"
 /** A scale from numbers to colours: from 0 to max, from -max to max (`split`), or from min to max. */
 function scaleOf(max, split, log, theme, min = 0) {
   const least = max * 1e-3, bent = Boolean(log) && min === 0;
-  const place = size => bent
+  const position = size => bent
     ? Math.log1p(size / least) / Math.log1p(max / least)
     : (size - min) / (max - min);
   const colour = value => {
     if (!(max > min)) return mixed(split ? SPLITS[theme] : RAMPS[theme], split ? 0.5 : 0);
-    if (!split) return mixed(RAMPS[theme], place(value));
-    return mixed(SPLITS[theme], 0.5 + 0.5 * Math.sign(value) * Math.min(place(Math.abs(value)), 1));
+    if (!split) return mixed(RAMPS[theme], position(value));
+    return mixed(SPLITS[theme], 0.5 + 0.5 * Math.sign(value) * Math.min(position(Math.abs(value)), 1));
   };
   return { min: split ? -max : min, max, split, log: bent, colour };
 }
@@ -161,9 +161,9 @@ function drawPanel(ctx, panel, width, height, look, left = 0, top = 0) {
   const largest = new Map();  // where cells are more than pixels, a pixel shows the largest of its cells
   for (let r = 0; r < panel.rows; r++) {
     for (let c = 0; c < panel.cols; c++) {
-      const value = panel.value(r, c), place = box.y(r) * width + box.x(c), known = largest.get(place);
+      const value = panel.value(r, c), pixel = box.y(r) * width + box.x(c), known = largest.get(pixel);
       if (Number.isNaN(value) || known && Math.abs(known.value) >= Math.abs(value)) continue;
-      largest.set(place, { value, r, c });
+      largest.set(pixel, { value, r, c });
     }
   }
   for (const { value, r, c } of largest.values()) {
@@ -197,8 +197,8 @@ const shown = (value, sign = false) => {
   const text = size === 0 ? "0" : size < 1e-3 || size >= 1e5 ? value.toExponential(3) : value.toPrecision(4);
   return sign && value > 0 ? `+${text}` : text;
 };
-const within = each => each.low === null || each.low === undefined || Number.isNaN(each.low)
-  ? "" : ` [${shown(each.low)}, ${shown(each.high)}]`;
+const within = interval => interval.low === null || interval.low === undefined || Number.isNaN(interval.low)
+  ? "" : ` [${shown(interval.low)}, ${shown(interval.high)}]`;
 /** Model text in a line of ours: in isolation, and with marks that would turn the line around made visible. */
 const quoted = text => `“\u2068${text.replace(/\n/g, "↵").replace(/[\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]/g,
   mark => `\\u${mark.charCodeAt(0).toString(16).padStart(4, "0")}`)}\u2069”`;
@@ -257,7 +257,7 @@ export async function render({ model, el }) {
     odds: `log-odds of the ${data.steered}, this step`,
   };
   if (arms[0].run.mean) grids.run = `attention on the ${data.steered}, all texts of the run, steps 0-${data.runSteps - 1}`;
-  for (const [name, each] of Object.entries(data.study)) grids[name] = `${each.about} (${each.unit})`;
+  for (const [name, values] of Object.entries(data.study)) grids[name] = `${values.about} (${values.measure})`;
 
   const chosen = () => ({ step: model.get("token"), head: model.get("head")?.join(".") ?? "mean" });
   const state = { step: 0, head: "mean", key: 0, colour: "mass", grid: "mass", scale: "shared", log: "", bos: "" };
@@ -335,13 +335,13 @@ export async function render({ model, el }) {
   }
 
   function valuesOf(name) {
-    const grid = each => ({ mean: each.mean.flat(), low: each.low.flat(), high: each.high.flat() });
+    const grid = table => ({ mean: table.mean.flat(), low: table.low.flat(), high: table.high.flat() });
     const heads = read => ({ mean: Array.from({ length: n }, (_, head) => read(head)) });
     if (data.study[name]) return [{ title: data.study[name].about, split: true, ...grid(data.study[name]) }];
     if (name === "run") {
-      const found = arms.filter(arm => arm.run.mean).map(arm => ({ title: arm.name, split: false, ...grid(arm.run) }));
-      if (data.differences.mean) found.push({ title: "difference", apart: true, split: true, ...grid(data.differences) });
-      return found;
+      const panels = arms.filter(arm => arm.run.mean).map(arm => ({ title: arm.name, split: false, ...grid(arm.run) }));
+      if (data.differences.mean) panels.push({ title: "difference", apart: true, split: true, ...grid(data.differences) });
+      return panels;
     }
     const read = {
       mass: (i, head) => state.step < arms[i].steps ? numbers.mass(i, data.steered, state.step, head) : MISSING,
@@ -352,9 +352,9 @@ export async function render({ model, el }) {
         return sum / both;
       },
     }[name];
-    const found = arms.map((arm, i) => ({ title: arm.name, split: false, open: name === "odds", ...heads(head => read(i, head)) }));
-    if (two) found.push({ title: "difference", apart: true, split: true, mean: found[1].mean.map((value, head) => value - found[0].mean[head]) });
-    return found;
+    const panels = arms.map((arm, i) => ({ title: arm.name, split: false, open: name === "odds", ...heads(head => read(i, head)) }));
+    if (two) panels.push({ title: "difference", apart: true, split: true, mean: panels[1].mean.map((value, head) => value - panels[0].mean[head]) });
+    return panels;
   }
 
   function gridsOf() {
@@ -365,11 +365,11 @@ export async function render({ model, el }) {
   }
 
   function columnsOf() {
-    const found = {};
+    const columns = {};
     for (const name of Object.keys(grids)) {
-      valuesOf(name).forEach((each, i) => { found[name + i] = { ...each, name, title: data.study[name] ? grids[name] : `${{ mass: "attention", text: "mean over steps", odds: "log-odds", run: "all texts" }[name]}, ${each.title}` }; });
+      valuesOf(name).forEach((panel, i) => { columns[name + i] = { ...panel, name, title: data.study[name] ? grids[name] : `${{ mass: "attention", text: "mean over steps", odds: "log-odds", run: "all texts" }[name]}, ${panel.title}` }; });
     }
-    return found;
+    return columns;
   }
 
   // --- elements
@@ -447,7 +447,7 @@ export async function render({ model, el }) {
    * @param move Where a key leads, or undefined.
    */
   function listen(element, under, choose, move) {
-    const point = found => { hover = found; tell(); };
+    const point = target => { hover = target; tell(); };
     element.addEventListener("pointermove", event => point(under(event)));
     element.addEventListener("pointerleave", () => point(null));
     element.addEventListener("click", event => { if (under(event)) set(choose(under(event))); });
@@ -459,11 +459,11 @@ export async function render({ model, el }) {
     });
   }
   const drawn = new Map();
-  function figuresIn(place, panels, aspect) {
-    while (place.children.length > panels.length) place.lastChild.remove();
-    while (place.children.length < panels.length) place.append(newFigure());
+  function figuresIn(holder, panels, aspect) {
+    while (holder.children.length > panels.length) holder.lastChild.remove();
+    while (holder.children.length < panels.length) holder.append(newFigure());
     panels.forEach((panel, i) => {
-      const figure = place.children[i], canvas = figure.querySelector("canvas"), width = Math.max(120, Math.floor(figure.clientWidth));
+      const figure = holder.children[i], canvas = figure.querySelector("canvas"), width = Math.max(120, Math.floor(figure.clientWidth));
       const height = Math.round(aspect(width)), dense = Math.min(devicePixelRatio || 1, 3), look = lookOf();
       canvas.width = width * dense;
       canvas.height = height * dense;
@@ -566,7 +566,7 @@ export async function render({ model, el }) {
     const key = event.target.closest(".token")?.dataset.key;
     return key === undefined ? null : +key >= first ? { step: +key - first } : { key: +key };
   };
-  listen(texts, tokenUnder, found => found, pressed => ({
+  listen(texts, tokenUnder, token => token, pressed => ({
     ArrowLeft: { step: state.step - 1 }, ArrowRight: { step: state.step + 1 }, Home: { step: 0 }, End: { step: steps - 1 },
   })[pressed]);
 
@@ -589,15 +589,15 @@ export async function render({ model, el }) {
     details.append(box);
     if (!old) return;
     [box.scrollTop, box.scrollLeft] = [top, left];
-    const same = pressed && [...box.querySelectorAll("button")].find(each => each.getAttribute("aria-label") === pressed);
+    const same = pressed && [...box.querySelectorAll("button")].find(button => button.getAttribute("aria-label") === pressed);
     if (at >= 0) (same ?? focusable(box)[at])?.focus({ preventScroll: true });
   }
   function mapRows() {
     const rows = atStep(state.step, i => numbers.row(i, state.step, headOf(state.head)));
     return Array.from({ length: first + state.step }, (_, key) => {
-      const found = rows.map(row => row[key] ?? MISSING);
-      return [String(key), PARTS[partOf(key)], ...arms.flatMap((arm, i) => [quoted(arm.keys[key] ?? ""), shown(found[i])]),
-        ...(two ? [shown(found[1] - found[0], true)] : [])];
+      const values = rows.map(row => row[key] ?? MISSING);
+      return [String(key), PARTS[partOf(key)], ...arms.flatMap((arm, i) => [quoted(arm.keys[key] ?? ""), shown(values[i])]),
+        ...(two ? [shown(values[1] - values[0], true)] : [])];
     });
   }
   const showTables = () => {
@@ -628,26 +628,26 @@ export async function render({ model, el }) {
       `On the ${data.steered}: ${beside(masses, true)}. Log-odds: ${beside(odds, true)}.`,
     ];
     for (const metric of metrics) lines.push(`Control ${metric}: ${beside(arms.map(arm => arm.control[metric]?.[now.step] ?? MISSING), true)}.`);
-    const told = { step: now.step, head: now.head, key, part: partOf(key), difference: two ? values[1] - values[0] : "" };
-    values.forEach((value, i) => { told[`value${i}`] = value; });
-    masses.forEach((value, i) => { told[`mass${i}`] = value; });
-    odds.forEach((value, i) => { told[`odds${i}`] = value; });
+    const facts = { step: now.step, head: now.head, key, part: partOf(key), difference: two ? values[1] - values[0] : "" };
+    values.forEach((value, i) => { facts[`value${i}`] = value; });
+    masses.forEach((value, i) => { facts[`mass${i}`] = value; });
+    odds.forEach((value, i) => { facts[`odds${i}`] = value; });
     if (head !== "mean") {
       // In the grid the head is what one asks about, and first the value that is drawn; those of the step stand above.
-      const first = hover ? "head" in hover && !("key" in hover) : heads.contains(root.ownerDocument.activeElement), found = [];
+      const first = hover ? "head" in hover && !("key" in hover) : heads.contains(root.ownerDocument.activeElement), sentences = [];
       const names = new Set([...(first ? [state.grid] : []), ...Object.keys(data.study), ...(grids.run ? ["run"] : [])]);
       for (const name of [...names].filter(name => name !== "mass" && name !== "odds")) {
         const study = data.study[name];
-        for (const each of valuesOf(name)) {
-          const one = { mean: each.mean[head], low: each.low?.[head], high: each.high?.[head] };
-          found.push(`${study ? study.about : `${grids[name]}, ${each.title}`} ${shown(one.mean, each.title === "difference")}${within(one)}${study?.unit ? ` ${study.unit}` : ""}`);
-          if (study) Object.assign(told, { [name]: one.mean, [`${name}Low`]: one.low, [`${name}High`]: one.high });
+        for (const panel of valuesOf(name)) {
+          const one = { mean: panel.mean[head], low: panel.low?.[head], high: panel.high?.[head] };
+          sentences.push(`${study ? study.about : `${grids[name]}, ${panel.title}`} ${shown(one.mean, panel.title === "difference")}${within(one)}${study?.measure ? ` ${study.measure}` : ""}`);
+          if (study) Object.assign(facts, { [name]: one.mean, [`${name}Low`]: one.low, [`${name}High`]: one.high });
         }
       }
-      if (found.length) lines.splice(first ? 0 : lines.length, 0, `Head ${now.head}: ${found.join("; ")}.`);
+      if (sentences.length) lines.splice(first ? 0 : lines.length, 0, `Head ${now.head}: ${sentences.join("; ")}.`);
     }
-    for (const name of Object.keys(el.dataset)) if (name !== "ready" && !(name in told)) delete el.dataset[name];
-    for (const [name, value] of Object.entries(told)) el.dataset[name] = value ?? "";
+    for (const name of Object.keys(el.dataset)) if (name !== "ready" && !(name in facts)) delete el.dataset[name];
+    for (const [name, value] of Object.entries(facts)) el.dataset[name] = value ?? "";
     readout.replaceChildren(...lines.map(line => make("span", {}, line)));
   }
 
@@ -688,9 +688,9 @@ export async function render({ model, el }) {
       return rows;
     }
     const columns = columnsOf();
-    const names = Object.values(columns).flatMap(each => each.low ? [each.title, `${each.title}, low`, `${each.title}, high`] : [each.title]);
+    const names = Object.values(columns).flatMap(column => column.low ? [column.title, `${column.title}, low`, `${column.title}, high`] : [column.title]);
     return [["layer", "head", ...names], ...headNames.map((_, head) => [Math.floor(head / data.heads), head % data.heads,
-      ...Object.values(columns).flatMap(each => (each.low ? [each.mean, each.low, each.high] : [each.mean]).map(list => list[head] ?? MISSING))])];
+      ...Object.values(columns).flatMap(column => (column.low ? [column.mean, column.low, column.high] : [column.mean]).map(list => list[head] ?? MISSING))])];
   }
   /** A panel as SVG. */
   function picture(panel) {
@@ -715,15 +715,15 @@ export async function render({ model, el }) {
       const ctx = new Svg(width, y), plain = look.ink;
       ctx.fillStyle = look.page;
       ctx.fillRect(0, 0, width, y);
-      for (const each of placedWords) {
+      for (const word of placedWords) {
         ctx.textAlign = "left";
-        ctx.font = each.title ? bold : "13px sans-serif";
-        if (each.colour) {
-          ctx.fillStyle = css(each.colour);
-          ctx.fillRect(each.x, each.y - 14, each.w, size - 2);
+        ctx.font = word.title ? bold : "13px sans-serif";
+        if (word.colour) {
+          ctx.fillStyle = css(word.colour);
+          ctx.fillRect(word.x, word.y - 14, word.w, size - 2);
         }
-        ctx.fillStyle = each.colour ? inkOn(each.colour) : plain;
-        ctx.fillText(each.title ?? each.text, each.title ? 10 : each.x, each.y);
+        ctx.fillStyle = word.colour ? inkOn(word.colour) : plain;
+        ctx.fillText(word.title ?? word.text, word.title ? 10 : word.x, word.y);
       }
       return ctx;
     }
@@ -731,17 +731,17 @@ export async function render({ model, el }) {
     const h = panel === "grid" ? Math.max(data.layers * 12, 72) + 26 : 360, ctx = new Svg(panels.length * w + 10, h + 63);
     ctx.fillStyle = look.page;
     ctx.fillRect(0, 0, panels.length * w + 10, h + 63);
-    panels.forEach((each, i) => {
+    panels.forEach((drawnPanel, i) => {
       ctx.font = bold;
       ctx.textAlign = "left";
       ctx.fillStyle = look.ink;
-      const what = panel === "grid" ? (data.study[state.grid] ? each.title : grids[state.grid]) : state.head === "mean" ? "mean of all heads" : `head ${state.head}`;
-      ctx.fillText(each.title, 10 + i * w, 20);
+      const what = panel === "grid" ? (data.study[state.grid] ? drawnPanel.title : grids[state.grid]) : state.head === "mean" ? "mean of all heads" : `head ${state.head}`;
+      ctx.fillText(drawnPanel.title, 10 + i * w, 20);
       ctx.font = "10px sans-serif";
       ctx.fillStyle = look.pale;
-      const drawn = `colours from ${shown(each.scale.min)} to ${shown(each.scale.max)}${each.scale.log ? ", log" : ""}`;
-      [...(what === each.title ? [] : [what]), drawn].forEach((line, l) => ctx.fillText(line, 10 + i * w, 34 + 13 * l));
-      drawPanel(ctx, marked(each, look), w - 10, h, look, 5 + i * w, 51);
+      const drawn = `colours from ${shown(drawnPanel.scale.min)} to ${shown(drawnPanel.scale.max)}${drawnPanel.scale.log ? ", log" : ""}`;
+      [...(what === drawnPanel.title ? [] : [what]), drawn].forEach((line, l) => ctx.fillText(line, 10 + i * w, 34 + 13 * l));
+      drawPanel(ctx, marked(drawnPanel, look), w - 10, h, look, 5 + i * w, 51);
     });
     return ctx;
   }

@@ -43,6 +43,7 @@ from lapa2_interp.models.card import Model, ModelCard, model_card
 from lapa2_interp.models.load import load_model
 from lapa2_interp.models.machine import usable_memory
 from lapa2_interp.runs.attention import ALIKE
+from lapa2_interp.runs.manifest import check_weights
 from lapa2_interp.runs.method_context import ModelContext
 from lapa2_interp.runs.run import FinishedCell, Run, finished_cell, shown_only
 from lapa2_interp.runs.worker import check_files
@@ -252,7 +253,7 @@ def recompute_attention(
         rows = [rows[0]] * len(rows)
     trace = _attention_trace(model, plans, number, rows)
     # Each arm's attention, compared with the run's trace; its control; its means over all texts.
-    lengths = [made.samples["tokens"].map(len) for made in finished]
+    lengths = [made.texts["tokens"].map(len) for made in finished]
     shared_steps = min(int(n_tokens[n_tokens > 0].min()) for n_tokens in lengths)
     part = "prefix" if layout.l_pre else "prompt"
     arms, means_by_prompt, no_control = [], [], ""
@@ -316,11 +317,7 @@ def _plan_prompt(model: Model, run: Run, cell: Cell, prompt: str) -> BatchPlan:
     Raises:
         TraceError: The model has other weights than the run.
     """
-    card, weights = model_card(model), run.manifest(cell.key).model.weights
-    if weights != card.weights:
-        raise TraceError(
-            f"the run was made with weights {weights}, and here {card.name} has {card.weights}"
-        )
+    check_weights(run.manifest(cell.key), model)
     prompts = cell.task.prompts.model_copy(update={"texts": (prompt,)})
     task = cell.task.model_copy(update={"prompts": prompts})
     planned = plan_batches(model, cell.model_copy(update={"task": task}), ModelContext(model))
@@ -367,16 +364,16 @@ def _attention_trace(
 
 def _first_answers(made: FinishedCell) -> FinishedCell:
     """A cell with the first answer of each chat alone."""
-    if "turn" not in made.samples:
+    if "turn" not in made.texts:
         return made
-    first = made.samples["turn"].to_numpy() == 1
+    first = made.texts["turn"].to_numpy() == 1
     trace = None if made.trace is None else made.trace.isel(sample=first)
-    return replace(made, samples=made.samples[first].reset_index(drop=True), trace=trace)
+    return replace(made, texts=made.texts[first].reset_index(drop=True), trace=trace)
 
 
 def _selected_tokens(made: FinishedCell, selected: SelectedText) -> tuple[list[int], str, int]:
-    """Tokens of the selected text, the reason why it ended, and its row among the samples."""
-    table = made.samples
+    """Tokens of the selected text, the reason why it ended, and its row in the table of texts."""
+    table = made.texts
     rows = np.flatnonzero(
         (table["prompt"] == selected.prompt) & (table["sample"] == selected.sample)
     )
@@ -459,9 +456,9 @@ def _means_by_prompt(
     """
     if made.trace is None or "head" not in made.trace[part].dims:
         return {}
-    filled = (made.samples["tokens"].map(len) > 0).to_numpy()
+    filled = (made.texts["tokens"].map(len) > 0).to_numpy()
     recorded = made.trace.sel(branch=[branch])[part].to_numpy()[0, filled]
-    values, prompts = recorded[:, :steps].mean(1), made.samples["prompt"].to_numpy()[filled]
+    values, prompts = recorded[:, :steps].mean(1), made.texts["prompt"].to_numpy()[filled]
     return {str(text): values[prompts == text].mean(0) for text in dict.fromkeys(prompts)}
 
 
@@ -486,12 +483,12 @@ class HeadValues:
 
     Attributes:
         about: Description of the number.
-        unit: Its unit, in nats or logits.
+        measure: Nats or logits a step.
         mean, low, high: [layer, head]; NaN for heads without a number.
     """
 
     about: str
-    unit: str
+    measure: str
     mean: Float[np.ndarray, "layer head"]
     low: Float[np.ndarray, "layer head"]
     high: Float[np.ndarray, "layer head"]
@@ -536,7 +533,7 @@ def load_head_values(folder: Path, text: ViewedText) -> dict[str, HeadValues]:
     names = text.selected.task.attributes
     of = f", {target or next(iter(names))} against the others" if len(names) > 2 else ""
     values = {}
-    for name, (table, column, mark, about, unit) in wanted.items():
+    for name, (table, column, mark, about, measure) in wanted.items():
         if table not in tables or column not in tables[table]:
             continue
         grids = []
@@ -547,5 +544,5 @@ def load_head_values(folder: Path, text: ViewedText) -> dict[str, HeadValues]:
                 raise CircuitError(f"{folder}/{table}.csv has heads that the model does not have")
             grid[rows["layer"], rows["head"]] = rows[field]
             grids.append(grid)
-        values[name] = HeadValues(about + of, unit, *grids)
+        values[name] = HeadValues(about + of, measure, *grids)
     return values

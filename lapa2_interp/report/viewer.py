@@ -27,6 +27,7 @@ import numpy as np
 from markupsafe import escape
 
 from lapa2_interp._util.errors import TraceError
+from lapa2_interp._util.files import result_folder, write_text
 from lapa2_interp._util.page import embedded, template, write_page
 from lapa2_interp._util.values import Count, Natural, numbers_checked
 from lapa2_interp.bias.augmentation import active_augmentations
@@ -47,6 +48,22 @@ from lapa2_interp.runs.run import Run, load_run
 HERE = Path(__file__).parent
 MODULE, STYLE = HERE / "view.js", HERE / "view.css"
 """The ES module and its style sheet: `_esm` and `_css` of an anywidget."""
+SPACE = """---
+title: {title}
+emoji: 🔍
+colorFrom: blue
+colorTo: gray
+sdk: static
+app_file: index.html
+tags:
+- attention-steering
+- lapa2
+---
+
+Where every head attends, at every step of one text, without and with the bias. One page, made with
+`lapa2 view`, that loads nothing.
+"""
+"""README.md of a static Space."""
 PAGE_BYTES = 5_000_000
 """Largest page with 16-bit numbers, in bytes; larger pages have 8-bit numbers."""
 
@@ -123,6 +140,22 @@ class View:
             RunError: The name does not end in .html, or the file cannot be written.
         """
         return write_page(Path(file), lambda: self.html)
+
+    def save_space(self, folder: str | Path) -> Path:
+        """Write the page as a static Space of the Hugging Face hub: index.html, and a README.md
+        whose front matter the hub reads. HfApi's `upload_folder` with repo_type="space" uploads it.
+
+        Args:
+            folder: A new folder.
+
+        Raises:
+            RunError: As `files.result_folder`.
+        """
+        title = json.dumps(str(self.data["title"])[:80])
+        with result_folder(Path(folder)) as fresh:
+            write_text(fresh / "index.html", self.html)
+            write_text(fresh / "README.md", SPACE.format(title=title))
+        return Path(folder)
 
     @property
     def frame(self) -> str:

@@ -126,15 +126,15 @@ class Attention:
         return self._each(step_table)
 
     def _each(self, table: Callable[..., pd.DataFrame]) -> list[pd.DataFrame]:
-        return [table(trace, samples, self.branch) for samples, trace in self.kinds]
+        return [table(trace, texts, self.branch) for texts, trace in self.kinds]
 
     def _joined(self, tables: list[pd.DataFrame]) -> pd.DataFrame:
         """One table of all kinds, with the columns that tell them apart."""
         frames = []
-        for (samples, _), table in zip(self.kinds, tables, strict=True):
-            first: dict[str, Any] = {name: samples[name].iloc[0] for name in _alike(samples)}
+        for (texts, _), table in zip(self.kinds, tables, strict=True):
+            first: dict[str, Any] = {name: texts[name].iloc[0] for name in _alike(texts)}
             for column in ("attribute", "cell"):
-                of_arm = samples.groupby("arm")[column].agg(_listed)
+                of_arm = texts.groupby("arm")[column].agg(_listed)
                 first[column] = table["arm"].map(of_arm)
             frames.append(table.assign(**first)[[*first, *table]])
         return pd.concat(frames, ignore_index=True)
@@ -184,22 +184,22 @@ class Attention:
                 figure.savefig(folder / f"{name}.png")
 
 
-def traced(samples: pd.DataFrame, trace: xr.Dataset) -> list[tuple[pd.DataFrame, xr.Dataset]]:
+def traced(texts: pd.DataFrame, trace: xr.Dataset) -> list[tuple[pd.DataFrame, xr.Dataset]]:
     """Without the texts that ended before a first token, which have no attention; the turns of
     chats apart, since each begins at other l."""
-    has = samples["n_tokens"].to_numpy() > 0
-    if "turn" not in samples:
-        return [_chosen(samples, trace, has)]
-    turns = samples["turn"].fillna(1).to_numpy()
-    return [_chosen(samples, trace, has & (turns == turn)) for turn in np.unique(turns)]
+    has = texts["n_tokens"].to_numpy() > 0
+    if "turn" not in texts:
+        return [_chosen(texts, trace, has)]
+    turns = texts["turn"].fillna(1).to_numpy()
+    return [_chosen(texts, trace, has & (turns == turn)) for turn in np.unique(turns)]
 
 
 def _chosen(
-    samples: pd.DataFrame, trace: xr.Dataset, which: np.ndarray
+    texts: pd.DataFrame, trace: xr.Dataset, which: np.ndarray
 ) -> tuple[pd.DataFrame, xr.Dataset]:
     numbers = np.arange(which.sum())
-    texts = samples[which].reset_index(drop=True)
-    return texts, trace.isel(sample=which).assign_coords(sample=numbers)
+    chosen = texts[which].reset_index(drop=True)
+    return chosen, trace.isel(sample=which).assign_coords(sample=numbers)
 
 
 def _listed(values: pd.Series) -> str:

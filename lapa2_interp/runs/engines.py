@@ -97,8 +97,9 @@ class InProcess(Engine):
         threads: int = 1,
         worker: Worker | None = None,
         pack: str = "auto",
+        attn: str = "auto",
     ) -> None:
-        self._worker = worker or Worker(device, threads, pack)
+        self._worker = worker or Worker(device, threads, pack, attn=attn)
 
     def close(self) -> None:
         pass
@@ -154,9 +155,14 @@ class LocalPool(Engine):
     """
 
     def __init__(
-        self, workers: int, device: str | None = None, threads: int = 1, pack: str = "auto"
+        self,
+        workers: int,
+        device: str | None = None,
+        threads: int = 1,
+        pack: str = "auto",
+        attn: str = "auto",
     ) -> None:
-        self.n_workers, self._settings = workers, (device, threads, pack, workers)
+        self.n_workers, self._settings = workers, (device, threads, pack, workers, attn)
         self._slots = [Slot(None) for _ in range(workers)]
 
     def close(self) -> None:
@@ -314,7 +320,7 @@ _worker: Worker | None = None
 """The worker of a process of `LocalPool`."""
 
 
-def _begin(device: str | None, threads: int, pack: str, workers: int) -> None:
+def _begin(device: str | None, threads: int, pack: str, workers: int, attn: str) -> None:
     """Start a process of `LocalPool`, which ignores Ctrl-C: the sweep answers it."""
     import threading
 
@@ -322,7 +328,7 @@ def _begin(device: str | None, threads: int, pack: str, workers: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     tqdm.set_lock(threading.RLock())  # its own is a semaphore that a killed process leaves behind
     threading.Thread(target=_end_with_sweep, daemon=True).start()
-    _worker = Worker(device, threads, pack, workers)
+    _worker = Worker(device, threads, pack, workers, attn)
 
 
 def _end_with_sweep() -> None:
@@ -379,7 +385,7 @@ def _script_hidden() -> Iterator[None]:
 
 
 def local_engine(
-    workers: int | None, device: str | None, threads: int, pack: str = "auto"
+    workers: int | None, device: str | None, threads: int, pack: str = "auto", attn: str = "auto"
 ) -> Engine:
     """An engine on this machine.
 
@@ -394,5 +400,5 @@ def local_engine(
         on_gpus = 1 if one else torch.cuda.device_count()
         workers = on_gpus if named.type == "cuda" else max(1, n_cores() // threads)
     if workers == 1:
-        return InProcess(device, threads, pack=pack)
-    return LocalPool(workers, device, threads, pack)
+        return InProcess(device, threads, pack=pack, attn=attn)
+    return LocalPool(workers, device, threads, pack, attn)

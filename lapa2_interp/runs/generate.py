@@ -1,7 +1,7 @@
 """One call from settings to texts: `generate` makes a run in memory.
 
 run = generate("smollm2-135m", "The lake", attribute="positive", alpha=0.5)
-run.samples()           # one row per text
+run.texts()           # one row per text
 run.trace()             # the recorded attention
 run.save("results/lake")
 
@@ -99,7 +99,7 @@ def generate(
         >>> run = generate(
         ...     "tiny-gpt2", "The lake", prefix="Very formal:", alpha=[0, 0.5], length=20
         ... )
-        >>> list(run.samples()["arm"])
+        >>> list(run.texts()["arm"])
         ['baseline', 'alpha 0.5 paper']
         >>> run.steps()[["arm", "step", "name", "mean"]].columns.tolist()
         ['arm', 'step', 'name', 'mean']
@@ -143,7 +143,7 @@ def generate(
         yes: Start also what reads over 10^11 tokens, or needs more memory than there is.
 
     Returns:
-        A run in memory: `samples()`, `trace()`, `steps()`, `heads()`, `plot()`, `save(FOLDER)`.
+        A run in memory: `texts()`, `trace()`, `steps()`, `heads()`, `plot()`, `save(FOLDER)`.
         `problems` names texts that ended because no token was left to draw (`finish` "empty").
 
     Raises:

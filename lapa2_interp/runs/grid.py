@@ -20,7 +20,7 @@ from lapa2_interp._util.parsing import parse_toml, read_text
 from lapa2_interp._util.values import read_value
 from lapa2_interp.generation.axes import as_axis, size_of_product
 from lapa2_interp.generation.cell import Cell, same_label
-from lapa2_interp.generation.resolve import cells_of
+from lapa2_interp.generation.resolve import resolve_block
 from lapa2_interp.generation.settings import (
     CellSettings,
     unknown_setting,
@@ -93,7 +93,7 @@ def load_grid(
 ) -> Grid:
     """A built-in grid, or that of a TOML file, with every cell resolved.
 
-    To fill a run folder that may have cells of the grid already, use `launch.load_grids`.
+    To fill a run folder that may have cells of the grid already, use `sweep.load_grids`.
 
     Args:
         changes: Values that replace a key in every block, such as {"samples": 1}.
@@ -154,7 +154,9 @@ def load_grid(
                     " = ..., label = ... }, ...]"
                 )
             for block in _with_dtype(fields, meaning):
-                for cell in cells_of(block, needs=needs, allow_code=allow_code):
+                resolved = resolve_block(block, allow_code=allow_code)
+                needs += map(str, resolved.missing)
+                for cell in resolved.cells:
                     cells.setdefault(cell.key, cell)
         except Lapa2Error as error:
             raise GridError(f"{where}: {error}") from None

@@ -12,6 +12,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from lapa2_interp._util.errors import TraceError
 from lapa2_interp._util.version import __version__
 from lapa2_interp.generation.cell import Cell
 from lapa2_interp.generation.plan import BatchPlan
@@ -129,6 +130,19 @@ class Manifest(GenerationFacts):
             seconds=round(sum(record.seconds for record in records), 3),
             new_tokens=sum(record.new_tokens for record in records),
             problems=tuple(problem for record in records for problem in record.problems),
+        )
+
+
+def check_weights(manifest: Manifest, model: Model) -> None:
+    """Refuse another model than the one that made a cell.
+
+    Raises:
+        TraceError: The model has other weights.
+    """
+    card, weights = model_card(model), manifest.model.weights
+    if weights != card.weights:
+        raise TraceError(
+            f"the run was made with weights {weights}, and here {card.name} has {card.weights}"
         )
 
 

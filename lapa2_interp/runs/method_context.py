@@ -115,7 +115,7 @@ class ModelContext:
         return [
             decode_continuation(self.model.tokenizer, prompt, [i for i in tokens if i not in ends])
             for pairs in todo.batches
-            for tokens in decode_batch(self.model, todo, pairs).samples["tokens"]
+            for tokens in decode_batch(self.model, todo, pairs).texts["tokens"]
         ]
 
     def attribute_probabilities(
@@ -131,14 +131,14 @@ class ModelContext:
         elif "toxicity" in table and attribute in ("toxic", "nontoxic"):
             column = table["toxicity"] if attribute == "toxic" else 1 - table["toxicity"]
         else:
-            columns = ", ".join(str(name) for name in table if name != "skipped")
+            columns = ", ".join(str(name) for name in table if name != "reason")
             raise ScoringError(
                 f"the scorer {scorer} tells {columns}, not {attribute!r}; give another"
                 f" ({parameter('scorer', '...', 'set')})"
             )
         return [
-            None if skipped else float(value)
-            for value, skipped in zip(column, table["skipped"], strict=True)
+            None if reason else float(value)
+            for value, reason in zip(column, table["reason"], strict=True)
         ]
 
     def promoting_neurons(

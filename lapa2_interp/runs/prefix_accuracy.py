@@ -97,7 +97,7 @@ def prefix_accuracy(
             for strength in (0.0, alpha)
             for card in there
         ]
-        texts = make_cells(model, cells).samples()
+        texts = make_cells(model, cells).texts()
         texts["arm"] = texts["alpha"].map({0.0: "baseline", alpha: "lapa2"})
         scorers = [
             make_scorer("accuracy", named.partition("=")[2], replace(options, task=its_task.name))

@@ -62,9 +62,9 @@ class RemoteWorker(Worker):
     """
 
     def __init__(
-        self, device: str, threads: int, pack: str, folder: str, commit: str | None
+        self, device: str, threads: int, pack: str, attn: str, folder: str, commit: str | None
     ) -> None:
-        super().__init__(device, threads, pack, workers=max(1, n_cores() // threads))
+        super().__init__(device, threads, pack, max(1, n_cores() // threads), attn)
         self.commit = commit
         with suppress(OSError):
             os.chdir(folder)
@@ -97,6 +97,7 @@ class RayPool(Engine):
         gpus_per_worker: GPUs of a worker where the cluster has any, by default 1; a share of one
             below 1.
         pack: As in `load_model`; machines are taken to be full of workers.
+        attn: As in `load_model`.
 
     Raises:
         RunError: Ray is not installed, the cluster is not reached, or has no room for a worker.
@@ -111,6 +112,7 @@ class RayPool(Engine):
         address: str | None = None,
         gpus_per_worker: float | None = None,
         pack: str = "auto",
+        attn: str = "auto",
     ) -> None:
         if device not in (None, "cpu", "cuda", "auto"):
             raise RunError(
@@ -142,7 +144,7 @@ class RayPool(Engine):
             else:
                 device, needs = "cpu", {"num_cpus": threads}
             actor_class = self._ray.remote(RemoteWorker).options(**needs)
-            settings = device, threads, pack, str(Path.cwd()), source_commit()
+            settings = device, threads, pack, attn, str(Path.cwd()), source_commit()
             self._new = lambda: actor_class.remote(*settings)
         except BaseException:
             self._ray.shutdown()

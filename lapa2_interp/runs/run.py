@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
@@ -29,9 +29,10 @@ from lapa2_interp._util.files import (
     result_folder,
 )
 from lapa2_interp._util.version import __version__
-from lapa2_interp.attention.trace import TraceKind, join_traces
+from lapa2_interp.attention.trace import join_traces
 from lapa2_interp.generation.cell import Cell, same_label
 from lapa2_interp.runs.attention import ALIKE, SHOWN, Attention, HeadAttention, traced
+from lapa2_interp.runs.hub import SCORES, DataSet
 from lapa2_interp.runs.manifest import BatchRecord, Manifest
 from lapa2_interp.runs.store import (
     CELLS,
@@ -48,7 +49,7 @@ from lapa2_interp.runs.store import (
     read_failure,
     read_listing,
     read_record,
-    read_samples,
+    read_texts,
     state_of,
     write_batch,
     write_cell,
@@ -65,13 +66,13 @@ class FinishedCell:
 
     Attributes:
         manifest: What decided it.
-        samples: One row per text.
-        trace: The recorded attention, row i of the samples being sample i; None where there is
+        texts: One row per text.
+        trace: The recorded attention, row i of the texts being sample i; None where there is
             none.
     """
 
     manifest: Manifest
-    samples: pd.DataFrame
+    texts: pd.DataFrame
     trace: xr.Dataset | None
 
 
@@ -80,7 +81,7 @@ class Run:
     """Cells, and what was made of them, in a folder or in memory.
 
     Attributes:
-        folder: Its folder; None for a run that is in memory only.
+        folder: Where the run is stored; None for one in memory only.
         listing: Which cells belong to which grid.
         by_key: Every cell by its key.
         batches: Batches of the finished cells that are in memory, by key.
@@ -93,7 +94,7 @@ class Run:
 
     @property
     def name(self) -> str:
-        """Its folder, for messages."""
+        """The run's folder, for messages."""
         return "the run" if self.folder is None else str(self.folder)
 
     @property
@@ -101,9 +102,8 @@ class Run:
         """What lists its cells, for messages: a command, or of a run in memory its table."""
         return "run.cells" if self.folder is None else f"`{command('runs', self.folder)}`"
 
-    @property
-    def home(self) -> Path:
-        """Its folder.
+    def require_folder(self) -> Path:
+        """The run's folder.
 
         Raises:
             RunError: The run is in memory only.
@@ -122,7 +122,7 @@ class Run:
         if key in self.batches:
             return "finished"
         cell = self.by_key[key]
-        return "missing" if self.folder is None else state_of(self.place(key), cell)
+        return "missing" if self.folder is None else state_of(self.cell_folder(key), cell)
 
     @property
     def failures(self) -> dict[str, Failure]:
@@ -138,16 +138,16 @@ class Run:
     def _failure(self, key: str) -> Failure | None:
         if self.state(key) in ("failed", "damaged"):
             with suppress(FileNotFoundError):  # never failed, or tried again meanwhile
-                return read_failure(self.place(key) / FAILED)
+                return read_failure(self.cell_folder(key) / FAILED)
         return None
 
-    def place(self, key: str) -> Path:
+    def cell_folder(self, key: str) -> Path:
         """The folder of a cell.
 
         Raises:
             RunError: The run is in memory only.
         """
-        return self.home / CELLS / key
+        return self.require_folder() / CELLS / key
 
     @cached_property
     def cells(self) -> pd.DataFrame:
@@ -174,7 +174,7 @@ class Run:
             rows.append(row | {"why": "" if failure is None else failure.reason})
         return pd.DataFrame(rows, columns=None if rows else ["key", "state", "grids", "why"])
 
-    def samples(self, cells: str | Sequence[str] | None = None, **wanted: Any) -> pd.DataFrame:
+    def texts(self, cells: str | Sequence[str] | None = None, **wanted: Any) -> pd.DataFrame:
         """The texts of finished cells: one row per text, with its cell's key (`cell`) and columns
         (model, method, arm, ...).
 
@@ -187,24 +187,24 @@ class Run:
         """
         frames = []
         for key in self._keys(cells, wanted):
-            frames.append(self._texts(key).assign(**self.by_key[key].columns, cell=key))
+            frames.append(self._texts_of(key).assign(**self.by_key[key].columns, cell=key))
         return pd.concat(frames, ignore_index=True) if frames else pd.DataFrame()
 
     def trace(self, cells: str | Sequence[str] | None = None, **wanted: Any) -> xr.Dataset | None:
-        """The traces of finished cells as one: sample i is row i of `samples` of the same cells.
+        """The traces of finished cells as one: sample i is row i of `texts` of the same cells.
 
         Coordinates of a sample are its prompt_text, task, attribute, method, arm, and its cell's
         key (`cell`). What a cell lacks of the others (branches of another method, steps of a longer
         text) is NaN.
 
         Args:
-            cells, wanted: As in `samples`.
+            cells, wanted: As in `texts`.
 
         Returns:
             None where no cell has a trace.
 
         Raises:
-            RunError: As `samples`; none is finished; or the traces do not fit together: of other
+            RunError: As `texts`; none is finished; or the traces do not fit together: of other
                 models, pooled beside full, or none.
         """
         keys = self._keys(cells, wanted)
@@ -228,7 +228,7 @@ class Run:
                 f" ({self._traced(misfits[0])}) do not fit together; choose cells alike, such as"
                 f" {apart[0] if apart else f'the key {first!r}'}"
             )
-        return join_traces(list(traces.values()), self.samples(keys))
+        return join_traces(list(traces.values()), self.texts(keys))
 
     def _traced(self, key: str) -> str:
         return f"{self.by_key[key].model}, trace {self.by_key[key].trace}"
@@ -238,7 +238,7 @@ class Run:
 
         Args:
             branch: Branch of the method; by default the first of each method with a prefix.
-            wanted: As in `samples`.
+            wanted: As in `texts`.
 
         Raises:
             RunError: As `trace`, or a cell is damaged.
@@ -266,16 +266,16 @@ class Run:
         kinds, n = [], 0
         for _, kind in finished.groupby([*ALIKE], sort=False):
             keys = list(kind["key"])
-            samples, trace = self.samples(keys), self.trace(keys)
+            texts, trace = self.texts(keys), self.trace(keys)
             assert trace is not None  # these cells have traces
-            n += len(samples)
-            kinds += traced(samples, trace)
-        kinds = [(samples, trace) for samples, trace in kinds if len(samples)]
+            n += len(texts)
+            kinds += traced(texts, trace)
+        kinds = [(texts, trace) for texts, trace in kinds if len(texts)]
         if not kinds:
             raise TraceError(
                 f"all texts of {self.name} ended before a first token: nothing was traced"
             )
-        return Attention(kinds, branch, n - sum(len(samples) for samples, _ in kinds))
+        return Attention(kinds, branch, n - sum(len(texts) for texts, _ in kinds))
 
     def steps(self, branch: str | None = None, **wanted: Any) -> pd.DataFrame:
         """Attention against step as a tidy table: mean and 95 % interval by arm.
@@ -346,24 +346,24 @@ class Run:
             return [batch.record for batch in self.batches[key]]
         if self.folder is None:
             return []
-        folder = self.place(key)
+        folder = self.cell_folder(key)
         return [read_record(folder, number, self.by_key[key]) for number in batch_numbers(folder)]
 
     def _batches(self, key: str) -> list[FinishedBatch]:
         """All batches of a finished cell."""
         if key in self.batches:
             return self.batches[key]
-        folder = self.place(key)
+        folder = self.cell_folder(key)
         return [read_batch(folder, number, self.by_key[key]) for number in batch_numbers(folder)]
 
-    def _texts(self, key: str) -> pd.DataFrame:
+    def _texts_of(self, key: str) -> pd.DataFrame:
         """The texts of a finished cell, without its trace."""
         if key in self.batches:
-            tables = [batch.samples for batch in self.batches[key]]
+            tables = [batch.texts for batch in self.batches[key]]
         else:
-            folder = self.place(key)
+            folder = self.cell_folder(key)
             cell = self.by_key[key]
-            tables = [read_samples(folder, number, cell) for number in batch_numbers(folder)]
+            tables = [read_texts(folder, number, cell) for number in batch_numbers(folder)]
         return pd.concat(tables, ignore_index=True)
 
     def select(self, **wanted: Any) -> Run:
@@ -414,7 +414,7 @@ class Run:
         if wanted:
             raise RunError(f"give keys, or values ({shown_only(wanted)}), not both")
         if isinstance(cells, Run):
-            raise RunError("a run is not a key; ask the run itself: run.select(...).samples()")
+            raise RunError("a run is not a key; ask the run itself: run.select(...).texts()")
         keys: list[Any] = list(dict.fromkeys(as_list(cells)))
         known = [key for key in keys if key in self.by_key and self.state(key) == "finished"]
         if missing := [key for key in keys if key not in known]:
@@ -435,6 +435,24 @@ class Run:
         with result_folder(Path(folder), force, is_finished_run) as fresh:
             write_run(fresh, self)
         return load_run(folder)
+
+    def data_set(self, scores: pd.DataFrame | None = None) -> DataSet:
+        """The finished cells as a data set of the Hugging Face hub.
+
+        Args:
+            scores: `Scored.scores` of this run; by default those that `lapa2 score` left in its
+                folder, if there are any.
+        """
+        file = None if self.folder is None else self.folder / "scores" / SCORES
+        if scores is None and file is not None and file.is_file():
+            scores = pd.read_parquet(file)
+        manifests = {key: self.manifest(key) for key in self.finished}
+        return DataSet(self.texts(), manifests, scores)
+
+    def push_to_hub(self, repo_id: str, scores: pd.DataFrame | None = None, **settings: Any) -> str:
+        """Upload `data_set` to the Hugging Face hub; arguments, result and errors as
+        `hub.DataSet.push`."""
+        return self.data_set(scores).push(repo_id, **settings)
 
     def _only(self, key: str | None) -> str:
         if key is None and len(self.by_key) != 1:
@@ -457,7 +475,7 @@ class Run:
 
 
 def finished_cell(run: Run, key: str | None = None) -> FinishedCell:
-    """One cell's manifest, samples and trace as they are stored, read at once.
+    """One cell's manifest, texts and trace as they are stored, read at once.
 
     Args:
         key: By default that of the only cell.
@@ -469,28 +487,11 @@ def finished_cell(run: Run, key: str | None = None) -> FinishedCell:
     key = run._only(key)
     manifest = run.manifest(key)
     batches = run._batches(key)
-    table = pd.concat([batch.samples for batch in batches], ignore_index=True)
+    table = pd.concat([batch.texts for batch in batches], ignore_index=True)
     table = table.assign(arm=run.by_key[key].arm)
     # The joined trace may need another type than a batch was stored with: NaN is no integer.
     traces = [batch.trace.drop_encoding() for batch in batches if batch.trace is not None]
     return FinishedCell(manifest, table, join_traces(traces, table) if traces else None)
-
-
-def each_once(cells: Mapping[str, Cell]) -> list[str]:
-    """Keys of cells that have no text in common: of cells that draw the same texts, and differ in
-    samples, prompts, batches or trace alone, the one with the most; of equal ones, with the fullest
-    trace."""
-    kinds = get_args(TraceKind)
-    chosen: dict[str, Cell] = {}
-    taken: set[tuple[str, str]] = set()
-    for key, cell in sorted(
-        cells.items(), key=lambda one: (-one[1].n_texts, -kinds.index(one[1].trace))
-    ):
-        own = {(cell.sampling_key, prompt) for prompt in cell.prompts}
-        if not own & taken:
-            taken |= own
-            chosen[key] = cell
-    return [key for key in cells if key in chosen]
 
 
 def as_list(value: Any) -> list[Any]:
@@ -560,7 +561,7 @@ def load_run(folder: str | Path, *, earlier: bool = False) -> Run:
         >>> from lapa2_interp import generate, load_run
         >>> made = generate("tiny-gpt2", "The lake", prefix="Very formal:", length=16)
         >>> saved = made.save("lake")
-        >>> load_run("lake").samples()["text"].equals(made.samples()["text"])
+        >>> load_run("lake").texts()["text"].equals(made.texts()["text"])
         True
 
     Args:

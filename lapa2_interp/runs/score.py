@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -28,8 +27,8 @@ from lapa2_interp._util.values import Count, Natural, NotNegative, numbers_check
 from lapa2_interp.models.load import shared_tokenizer
 from lapa2_interp.models.machine import Dtype, print_if_slow
 from lapa2_interp.runs.run import load_run, shown_only
+from lapa2_interp.runs.store import ID_COLUMNS, write_parquet
 from lapa2_interp.runs.texts import (
-    ID_COLUMNS,
     as_words,
     at_lengths,
     in_parts,
@@ -202,8 +201,8 @@ def score(
     if gaps := _gaps(source):
         notify(gaps)
     sources = [
-        (only_rows(_with_attribute(samples, source, attribute), only or {}), manifest)
-        for samples, manifest in read_texts(source, column, only)
+        (only_rows(_with_attribute(texts, source, attribute), only or {}), manifest)
+        for texts, manifest in read_texts(source, column, only)
     ]
     sources = [source_texts for source_texts in sources if len(source_texts[0])]
     if not sources:
@@ -211,17 +210,17 @@ def score(
     if short := _short(lengths, [manifest.cell.length for _, manifest in sources if manifest]):
         notify(short)
     sets = []
-    for samples, manifest in sources:
+    for texts, manifest in sources:
         if lengths:
             reached = [
                 length for length in lengths if manifest is None or length <= manifest.cell.length
             ]
             if not reached:
                 continue
-            samples = at_lengths(samples, manifest, reached)
+            texts = at_lengths(texts, manifest, reached)
         if parts > 1:
-            samples = in_parts(
-                samples, parts, shared_tokenizer(manifest.model.name) if manifest else None
+            texts = in_parts(
+                texts, parts, shared_tokenizer(manifest.model.name) if manifest else None
             )
         options = ScorerOptions(
             task=_task(task, manifest.cell.task if manifest else None),
@@ -234,7 +233,7 @@ def score(
             generator=manifest.model.weights if manifest else None,
             trust_remote_code=trust_remote_code,
         )
-        sets.append((samples, options))
+        sets.append((texts, options))
     if out is None:
         return _score(sets, scorers, cache, max_cost, notify)
     ours = holds_only("table.csv", "differences.csv", "scores.parquet", "table.md", "table.tex")
@@ -248,9 +247,7 @@ def score(
         write_text(folder / "table.tex", as_latex(title, shown, notes, "scores"))
         if len(scored.scores):
             rows = scored.scores.drop(columns=[*ID_COLUMNS], errors="ignore")
-            words = [str(name) for name in rows if rows[name].dtype == object]  # of any types
-            rows = rows.assign(**{name: rows[name].map(_plain) for name in words})
-            rows.to_parquet(folder / "scores.parquet", index=False)
+            write_parquet(rows, folder / "scores.parquet")
     return scored
 
 
@@ -297,17 +294,17 @@ def _task(asked: str | None, own: Task | None) -> Task | str | None:
     return read_task(asked) if asked is not None and is_path(asked) else asked
 
 
-def _with_attribute(samples: pd.DataFrame, source: Path, attribute: str | None) -> pd.DataFrame:
+def _with_attribute(texts: pd.DataFrame, source: Path, attribute: str | None) -> pd.DataFrame:
     """The texts with an attribute that they do not name themselves."""
-    if attribute == ALL or ALL in set(samples["attribute"]):
+    if attribute == ALL or ALL in set(texts["attribute"]):
         raise ScoringError(
             f"{source}: texts are steered towards {ALL!r}, which names every attribute in tables of"
             " scores; give the attribute another name"
         )
     if attribute is None:
-        return samples
+        return texts
     if others := [
-        name for name in dict.fromkeys(samples["attribute"]) if name not in ("", attribute)
+        name for name in dict.fromkeys(texts["attribute"]) if name not in ("", attribute)
     ]:
         raise ScoringError(
             f"{parameter('attribute')} {attribute} is for texts without an attribute, and"
@@ -315,7 +312,7 @@ def _with_attribute(samples: pd.DataFrame, source: Path, attribute: str | None) 
             f" {', '.join(others)}; use"
             f" {parameter('attribute', attribute, 'only')} for some of them"
         )
-    return samples.assign(attribute=attribute)
+    return texts.assign(attribute=attribute)
 
 
 def _short(lengths: Sequence[int], longest: Sequence[int]) -> str:
@@ -348,7 +345,7 @@ def _score(
 ) -> Scored:
     scores, cells = [], []
     done: set[tuple[int, str, str]] = set()  # place of a set, name, and version or tokenizer
-    with ScoreCache(Path(cache or cache_folder() / "scores")) as store:
+    with ScoreCache(Path(cache or cache_folder() / "scores")) as score_cache:
         for asked in scorers:
             task, name, model = parse_scorer(asked)
             places = [n for n, one in enumerate(sets) if task in ("", _task_name(one[1]))]
@@ -366,7 +363,7 @@ def _score(
                 continue
             tables = []
             for n in places:
-                samples, options = sets[n]
+                texts, options = sets[n]
                 limited = replace(options, max_cost=max_cost)
                 with closing(make_scorer(name, model, limited)) as scorer:
                     if (once := (n, scorer.name, scorer.version)) in done:
@@ -375,7 +372,7 @@ def _score(
                     if notice := getattr(scorer, "notice", ""):
                         notify(notice)
                     try:
-                        tables.append(score_table(samples, scorer, store))
+                        tables.append(score_table(texts, scorer, score_cache))
                     finally:
                         if usage := getattr(scorer, "usage", ""):
                             notify(f"{name}: {usage}")
@@ -390,15 +387,6 @@ def _score(
         difference_table(all_scores) if scores else pd.DataFrame(columns=DIFFERENCE_COLUMNS)
     )
     return Scored(all_scores, pd.concat(cells, ignore_index=True), differences)
-
-
-def _plain(value: Any) -> str | None:
-    """A value of a file's column as text; None where there is none."""
-    if isinstance(value, str):
-        return value
-    if pd.api.types.is_scalar(value) and pd.isna(value):
-        return None
-    return json.dumps(value, ensure_ascii=False, default=str)
 
 
 def _task_name(options: ScorerOptions) -> str:
@@ -448,17 +436,17 @@ def rating_sheets(
         RunError: `out` exists, or cannot be written.
     """
     source = Path(source)
-    sets = [samples for samples, _ in read_texts(source, column, only)]
+    sets = [texts for texts, _ in read_texts(source, column, only)]
     if not sets:
         raise ScoringError(f"no text of {source} has {shown_only(only)}")
-    samples = only_rows(pd.concat(sets, ignore_index=True), only or {})
-    if {"task", "method"} <= set(samples):  # what is compared is a method's arm
-        arm = as_words(samples["task"]) + " " + as_words(samples["method"]) + " " + samples["arm"]
-        if "variant" in samples:
-            variants = as_words(samples["variant"])
+    texts = only_rows(pd.concat(sets, ignore_index=True), only or {})
+    if {"task", "method"} <= set(texts):  # what is compared is a method's arm
+        arm = as_words(texts["task"]) + " " + as_words(texts["method"]) + " " + texts["arm"]
+        if "variant" in texts:
+            variants = as_words(texts["variant"])
             arm += variants.map(lambda variant: f" | {variant}" if variant else "")
-        if "model" in samples and samples["model"].nunique() > 1:
-            arm += " @ " + as_words(samples["model"])
-        samples = samples.assign(arm=arm)
-    samples = samples.drop(columns=[*ID_COLUMNS], errors="ignore")
-    return make_sheets(samples, Path(out), n_texts, seed)
+        if "model" in texts and texts["model"].nunique() > 1:
+            arm += " @ " + as_words(texts["model"])
+        texts = texts.assign(arm=arm)
+    texts = texts.drop(columns=[*ID_COLUMNS], errors="ignore")
+    return make_sheets(texts, Path(out), n_texts, seed)

@@ -13,6 +13,7 @@ A batch exists when its JSON exists, and a cell is finished when all its batches
 from __future__ import annotations
 
 import errno
+import json
 from collections.abc import Collection, Container, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -52,6 +53,8 @@ if TYPE_CHECKING:
     import xarray as xr
 
 LISTING, CELLS, SETTINGS, FAILED = "run.json", "cells", "cell.json", "failed.json"
+ID_COLUMNS = ("tokens", "context")
+"""Columns of token ids, which tables of scores leave out."""
 COLUMNS = ("prompt", "attribute", "sample", "text", "tokens", "n_tokens", "finish")
 """Columns that the texts of a batch have, at least."""
 TEXTS = ("prompt", "attribute", "text", "continuation", "finish")
@@ -81,12 +84,12 @@ class FinishedBatch:
 
     Attributes:
         record: Facts about it.
-        samples: One row per text.
+        texts: One row per text.
         trace: Attention, sample i being row i; None where the cell has no trace.
     """
 
     record: BatchRecord
-    samples: pd.DataFrame
+    texts: pd.DataFrame
     trace: xr.Dataset | None
 
 
@@ -94,7 +97,7 @@ def write_batch(folder: Path, number: int, made: FinishedBatch) -> None:
     """Write a batch into the folder of its cell, the record last."""
     names = _files(number, made.trace is not None)
     with atomic_write(folder / names[0]) as fresh:
-        made.samples.to_parquet(fresh, index=False)
+        made.texts.to_parquet(fresh, index=False)
     if made.trace is not None:
         with atomic_write(folder / names[1]) as fresh:
             write_netcdf(fresh, made.trace)
@@ -142,12 +145,12 @@ def read_batch(folder: Path, number: int, cell: Cell) -> FinishedBatch:
     """
     return FinishedBatch(
         read_record(folder, number, cell),
-        read_samples(folder, number, cell),
+        read_texts(folder, number, cell),
         read_trace(folder, number, cell),
     )
 
 
-def read_samples(folder: Path, number: int, cell: Cell) -> pd.DataFrame:
+def read_texts(folder: Path, number: int, cell: Cell) -> pd.DataFrame:
     """The texts of a finished batch; errors as `read_batch`."""
     with _checked_file(folder, number, cell, ".parquet") as (file, record):
         check_parquet(file)
@@ -156,11 +159,11 @@ def read_samples(folder: Path, number: int, cell: Cell) -> pd.DataFrame:
             raise ValueError(f"it has no column {lacking[0]}")
         if len(table) != record.n_texts:
             raise ValueError(f"it has {len(table)} texts, and {number:03d}.json {record.n_texts}")
-        _check_samples(table, cell)
+        _check_texts(table, cell)
         return table
 
 
-def _check_samples(samples: pd.DataFrame, cell: Cell) -> None:
+def _check_texts(texts: pd.DataFrame, cell: Cell) -> None:
     """Refuse rows that no text of the cell has, since reading them would fail later, or not.
 
     Raises:
@@ -170,26 +173,26 @@ def _check_samples(samples: pd.DataFrame, cell: Cell) -> None:
     def check(name: str, right: Iterable[bool], needed: str) -> None:
         for row, fits in enumerate(right):
             if not fits:
-                value = repr(plain(samples[name].iloc[row]))[:40]
+                value = repr(plain(texts[name].iloc[row]))[:40]
                 raise ValueError(f"{name} of row {row} is {value}, not {needed}")
 
-    for name in samples.columns.intersection(list(TEXTS)):
-        check(name, (isinstance(value, str) for value in samples[name]), "a text")
+    for name in texts.columns.intersection(list(TEXTS)):
+        check(name, (isinstance(value, str) for value in texts[name]), "a text")
     for name in ("sample", "n_tokens"):
-        is_integer = samples[name].dtype.kind == "i"
-        check(name, [is_integer] * len(samples), "a whole number")
-    ids = (np.asarray(row) for row in samples["tokens"])
+        is_integer = texts[name].dtype.kind == "i"
+        check(name, [is_integer] * len(texts), "a whole number")
+    ids = (np.asarray(row) for row in texts["tokens"])
     check("tokens", (x.ndim == 1 and (x.dtype.kind == "i" or not x.size) for x in ids), "ids")
-    check("prompt", samples["prompt"].isin(cell.prompts), "a prompt of the cell")
-    check("attribute", samples["attribute"] == cell.attribute, f"{cell.attribute!r}")
-    check("finish", samples["finish"].isin(FINISHES), f"one of {', '.join(FINISHES)}")
-    check("sample", samples["sample"].between(0, cell.samples - 1), f"below {cell.samples}")
-    check("n_tokens", samples["n_tokens"] == samples["tokens"].map(len), "the number of its tokens")
+    check("prompt", texts["prompt"].isin(cell.prompts), "a prompt of the cell")
+    check("attribute", texts["attribute"] == cell.attribute, f"{cell.attribute!r}")
+    check("finish", texts["finish"].isin(FINISHES), f"one of {', '.join(FINISHES)}")
+    check("sample", texts["sample"].between(0, cell.samples - 1), f"below {cell.samples}")
+    check("n_tokens", texts["n_tokens"] == texts["tokens"].map(len), "the number of its tokens")
     names = ["prompt", "sample"]
     if cell.n_turns > 1:
         names.append("turn")
-        check("turn", samples["turn"].between(1, cell.n_turns), f"1 to {cell.n_turns}")
-    check("sample", ~samples.duplicated(names), "another one of its prompt")
+        check("turn", texts["turn"].between(1, cell.n_turns), f"1 to {cell.n_turns}")
+    check("sample", ~texts.duplicated(names), "another one of its prompt")
 
 
 def read_trace(folder: Path, number: int, cell: Cell) -> xr.Dataset | None:
@@ -335,7 +338,7 @@ def read_cell(folder: Path, key: str) -> Cell:
     except OSError as error:
         if not is_damage(error):
             raise
-        path = file if folder.is_dir() else folder
+        path = next((path for path in (folder.parent, folder) if not path.is_dir()), file)
         kind = "a folder" if path.is_dir() else "a file" if path.is_file() else "a loop of links"
         raise DamagedError(f"{path} is {kind}; remove it") from error
     except (ValueError, Lapa2Error) as error:
@@ -492,3 +495,19 @@ def writing(folder: Path) -> Iterator[None]:
             f"the disk of {folder} is full; every finished batch of rows is kept: make room and"
             " repeat the command"
         ) from error
+
+
+def write_parquet(table: pd.DataFrame, file: Path) -> None:
+    """Write a table whose columns may hold values of any types: these become text. Ids of tokens
+    stay as they are."""
+    words = [str(name) for name in table if table[name].dtype == object and name not in ID_COLUMNS]
+    table.assign(**{name: table[name].map(_plain) for name in words}).to_parquet(file, index=False)
+
+
+def _plain(value: Any) -> str | None:
+    """A value of a column as text; None where there is none."""
+    if isinstance(value, str):
+        return value
+    if pd.api.types.is_scalar(value) and pd.isna(value):
+        return None
+    return json.dumps(value, ensure_ascii=False, default=str)

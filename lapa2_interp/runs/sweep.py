@@ -1,498 +1,253 @@
-"""Filling a run: `sweep` makes every cell of its grids, and resumes where it stopped.
+"""A sweep in one call: resolve the grids, check them, say what they take, fill the run.
 
-A run is its finished batches, each of which appears whole or not at all. So a sweep may be stopped
-at any point, and resumes with the same command; what it makes is the same as without the stop.
+sweep(["quick/alpha"], "results/alpha", {"samples": 1})
 """
 
 from __future__ import annotations
 
-from collections import deque
+import sys
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, wait
-from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
-from datetime import UTC, datetime
+from contextlib import suppress
 from pathlib import Path
-from time import perf_counter
+from typing import Any, Literal
 
-from filelock import Timeout
-from tqdm import tqdm
+import pandas as pd
 
-from lapa2_interp._util.commands import command
-from lapa2_interp._util.errors import DamagedError, GridError, RunError, parameter, pluralize
-from lapa2_interp._util.files import (
-    TEMPORARY_PREFIX,
-    acquire_lock,
-    check_name,
-    remove_abandoned,
-    remove_path,
-    write_json,
+from lapa2_interp._util.errors import (
+    DamagedError,
+    GridError,
+    RunError,
+    parameter,
+    pluralize,
+    unknown_choice,
 )
-from lapa2_interp._util.progress import CountingBar, progress_bar
-from lapa2_interp._util.same_inputs import check_same_inputs
-from lapa2_interp._util.terminal import format_bytes, format_duration
+from lapa2_interp._util.terminal import stop_on_sigterm
+from lapa2_interp._util.values import Count, numbers_checked
 from lapa2_interp.generation.cell import Cell
-from lapa2_interp.models.prepacked import Prepacking
-from lapa2_interp.runs.engines import Engine, Outcome, WorkerLost
-from lapa2_interp.runs.estimates import row_tokens_of
-from lapa2_interp.runs.grid import Grid
-from lapa2_interp.runs.manifest import BatchRecord
-from lapa2_interp.runs.run import Run, load_run
-from lapa2_interp.runs.store import (
-    CELLS,
-    FAILED,
-    LISTING,
-    Failure,
-    Listing,
-    agree,
-    batch_numbers,
-    check_batch,
-    earlier_keys,
-    lost_listing,
-    read_listing,
-    remove_batches,
-    write_batch,
-    write_cell,
-    write_listing,
-    writing,
-)
+from lapa2_interp.models.machine import Attn, Dtype, check_attn, faster_dtype, print_if_slow
+from lapa2_interp.runs.checks import check_device, check_grids
+from lapa2_interp.runs.engines import InProcess, local_engine
+from lapa2_interp.runs.estimates import check_affordable, estimate
+from lapa2_interp.runs.fill import Swept, fill_run
+from lapa2_interp.runs.grid import Grid, load_grid
+from lapa2_interp.runs.ray import RayPool
+from lapa2_interp.runs.run import as_list, is_any_of
+from lapa2_interp.runs.store import CELLS, LISTING, read_cell, read_listing, state_of
 
-ATTEMPTS = 3
-"""Number of times a batch is submitted if its workers die, and that a worker is started without
-success."""
-LOOK = 5.0
-"""Seconds after which the sweep looks again for room on a cluster."""
-LOCK = ".lock"
-"""Name of the lock of a run's listing, and of each of its cells while a sweep makes it."""
+ENGINES = ("local", "ray")
 
 
-@dataclass(frozen=True)
-class Swept:
-    """Result of a sweep: numbers of cells.
-
-    Attributes:
-        before: Finished before.
-        made: Finished now.
-        failed: Keys of those that failed.
-        elsewhere: Being made by another sweep.
-        seconds: It took.
-        disk: Bytes of the cells made.
-        memory: The most bytes that a worker had.
-        dry_run: Nothing was to be made.
-        folder: The run's.
-    """
-
-    before: int
-    made: int
-    failed: tuple[str, ...]
-    elsewhere: int = 0
-    seconds: float = 0.0
-    disk: int = 0
-    memory: int = 0
-    dry_run: bool = False
-    folder: Path | None = None
-
-    def summary(self) -> str:
-        """What was made, in up to three lines."""
-        if self.dry_run:
-            return f"{pluralize(self.before, 'cell')} there, and none made: {self.folder}"
-        lines = [
-            f"{pluralize(self.made, 'cell')} made in {format_duration(self.seconds)}, {self.before}"
-            f" were there: {self.folder}"
-        ]
-        if self.made:
-            lines.append(
-                f"{format_bytes(self.disk)} on disk, at most {format_bytes(self.memory)} of memory"
-                " a worker"
-            )
-        if self.elsewhere:
-            lines.append(
-                f"{pluralize(self.elsewhere, 'cell')} being made by another sweep of {self.folder}"
-            )
-        return "\n".join(lines)
-
-
-def open_run(
-    folder: Path, grids: Sequence[Grid], notify: Callable[[str], None] = lambda line: None
-) -> Run:
-    """Note grids and their cells in a run, which is made when it is not there.
-
-    Args:
-        notify: Told about cells that are in no grid now.
-
-    Raises:
-        GridError: Two grids have one name.
-        RunError: Something else is there, it is of another version, or cannot be written.
-    """
-    names = [grid.name for grid in grids]
-    if twice := [name for name in names if names.count(name) > 1]:
-        raise GridError(f"two grids have the name {twice[0]}; rename a file, or use two runs")
-    check_name(folder)
-    known = (LISTING, LOCK, CELLS)
-    with writing(folder):
-        if (
-            folder.is_dir()
-            and not (folder / LISTING).exists()
-            and not lost_listing(folder)
-            and any(
-                entry.name not in known and not entry.name.startswith(TEMPORARY_PREFIX)
-                for entry in folder.iterdir()
-            )
-        ):
-            raise RunError(f"{folder} exists and is not a run; choose another {parameter('out')}")
-        folder.mkdir(parents=True, exist_ok=True)
-    for path in (folder / CELLS, *(folder / CELLS / c.key for grid in grids for c in grid.cells)):
-        if path.is_symlink():
-            raise RunError(f"{path} is a link, which is not followed; put the folder itself there")
-        if path.exists() and not path.is_dir():
-            raise RunError(f"{path} is a file in the place of a folder; remove it")
-    with writing(folder), acquire_lock(folder / LOCK, timeout=-1.0):
-        remove_abandoned(folder)
-        listing = read_listing(folder) if (folder / LISTING).exists() else Listing()
-        # A label that another grid of the run may have given stays.
-        others = {key for name, keys in listing.grids.items() if name not in names for key in keys}
-        others |= {cell.key for grid in grids for cell in grid.cells if cell.label}
-        for grid in grids:
-            for cell in grid.cells:
-                write_cell(folder / CELLS / cell.key, cell, keep_label=cell.key in others)
-            listing.grids[grid.name] = tuple(cell.key for cell in grid.cells)
-        write_listing(folder, listing)
-    run = load_run(folder, earlier=True)
-    if left := [key for key in run.by_key if not listing.with_cell(key)]:
-        arms = dict.fromkeys(run.by_key[key].description for key in left)
-        shown = "; ".join(list(arms)[:2]) + "; ..." * (len(arms) > 2)
-        notify(
-            f"{pluralize(len(left), 'cell')} of an earlier grid {'is' if len(left) == 1 else 'are'}"
-            f" in {folder} too, and in no table or report: {shown}; `{command('runs', folder)}`"
-            " lists them, and with --remove-earlier removes them"
-        )
-    return load_run(folder)
-
-
-def remove_earlier(folder: Path, notify: Callable[[str], None] = lambda line: None) -> list[str]:
-    """Remove the cells of a run that no grid of it has now, with their texts and traces.
-
-    Args:
-        notify: Told about a cell that is kept, because another sweep makes it.
-
-    Returns:
-        Keys of the removed cells.
-
-    Raises:
-        RunError: The folder is not a run, or cannot be written.
-    """
-    removed = []
-    with writing(folder), acquire_lock(folder / LOCK, timeout=-1.0):
-        for key in earlier_keys(folder, read_listing(folder)):
-            cell_folder = folder / CELLS / key
-            try:
-                with acquire_lock(cell_folder / LOCK):
-                    remove_batches(cell_folder)
-                    remove_path(cell_folder)
-            except Timeout:
-                notify(f"{key} is being made by another sweep, and stays")
-            else:
-                removed.append(key)
-    return removed
-
-
+@numbers_checked
 def sweep(
-    folder: Path,
-    grids: Sequence[Grid],
-    engine: Engine,
-    notify: Callable[[str], None] = print,
-    wanted: Sequence[str] | None = None,
+    names: str | Sequence[str],
+    out: str | Path,
+    changes: Mapping[str, Any] | None = None,
+    *,
+    only: Mapping[str, Any] | None = None,
+    engine: Literal["local", "ray"] = "local",
+    workers: Count | None = None,
+    device: str | None = None,
+    dtype: Dtype | None = None,
+    threads: Count = 1,
+    address: str | None = None,
+    gpus_per_worker: float | None = None,
+    pack: Literal["auto", "on", "off"] = "auto",
+    attn: Attn = "auto",
+    allow_code: bool = False,
+    dry_run: bool = False,
+    yes: bool = False,
+    notify: Callable[[str], None] = lambda text: print(text, file=sys.stderr),
 ) -> Swept:
-    """Finish cells of the grids in a run folder.
+    """Make every cell of one or more grids in a run folder, going on where an earlier call stopped.
 
-    Several sweeps may fill one folder: a cell belongs to the sweep that has begun it.
+    You may stop it at any time: a finished batch of rows is never made again, and the result is the
+    same as without the stop. Several sweeps may fill one run folder. For example
+
+        lapa2 sweep quick/sent_topic quick/scaling --out results/quick
+        lapa2 sweep quick/alpha --set samples=1 --set length=48 --out results/try
+        lapa2 sweep paper/detox --engine ray --address auto --out results/paper
 
     Args:
-        notify: Told about cells that fail, and batches that are made again.
-        wanted: Keys of the cells to finish; by default of all. The run notes all as planned.
+        names: Built-in grids (`lapa2 grids`), or paths of .toml files.
+        out: The run folder.
+        changes: KEY=VALUE replaces a key in every block, such as samples=2; repeat the option for
+            more.
+        only: Only cells with these settings, as COLUMN=VALUE, such as task=topic method=prefix (a
+            column given twice, or a list: either value); the others stay missing. So a grid is made
+            in parts, also on several machines.
+        engine: local, or ray: workers on the machines of a Ray cluster.
+        workers: By default one per GPU, or per CPU core.
+        device: cpu, cuda, cuda:1; CUDA when there is one, by default. With ray also auto: a model
+            over all GPUs of a worker.
+        dtype: What dtype = "auto" means in the grids; by default that of the grid's cells in the
+            run, else bfloat16 or float32, whichever this machine computes faster. Grids that name a
+            dtype keep it.
+        threads: CPU threads of a worker. Another number may change the last bits of a logit, and so
+            a text.
+        address: Address of a Ray cluster to join ("auto": the one this machine belongs to); by
+            default one on this machine.
+        gpus_per_worker: GPUs a Ray worker is given where the cluster has any (default: 1); a model
+            may span several.
+        pack: Compute with prepacked weights, which is faster on a CPU and takes as much memory
+            again: auto where it fits, on, or off. Prepacking may change the last bits of a logit,
+            and so a text.
+        attn: Of a TransformersModel: fused reads prompts without the matrix of attention scores,
+            matrix forms it, auto decides by their size, once a cell.
+        allow_code: Import the modules of methods that a grid names as MODULE:CLASS. Other files of
+            the grid are data, and never run.
+        dry_run: Only say what is left to make, and what it takes.
+        yes: Start also what reads over 10^11 tokens, or needs more memory than there is.
+        notify: Called with what is to be made, and about cells that fail.
 
     Raises:
-        RunError: The folder holds something else, or cannot be written (a full disk); what is
-            finished stays.
+        GridError, ModelError: A grid is malformed, or a cell cannot be made.
+        RunError: The folder holds something else or cannot be written, or the engine cannot start.
     """
-    began = perf_counter()
-    run = open_run(folder, grids, notify)
-    every = list(dict.fromkeys(cell.key for grid in grids for cell in grid.cells))
-    keys = every if wanted is None else wanted
-    with writing(folder):
-        todo = [
-            run.by_key[key]
-            for key in keys
-            if run.state(key) != "finished" or _missing(_sound_records(run, key))
-        ]
-    before = len(keys) - len(todo)
-    if not todo:
-        return Swept(before, 0, (), folder=folder)
-    # Cells of one model follow each other, so that a worker seldom loads another.
-    todo.sort(key=lambda cell: (cell.model, cell.dtype, cell.model_class))
-    total = sum(map(row_tokens_of, todo))
-    with progress_bar(total, pluralize(len(todo), "cell"), "row-token") as bar, engine:
-        progress = _Sweep(run, todo, engine, notify, bar)
-        progress.all()
-    return Swept(
-        before + progress.there,
-        progress.made,
-        tuple(progress.failed),
-        progress.elsewhere,
-        perf_counter() - began,
-        progress.disk,
-        progress.memory,
-        folder=folder,
-    )
-
-
-def _sound_records(
-    run: Run, key: str, notify: Callable[[str], None] = lambda line: None
-) -> dict[int, BatchRecord]:
-    """Records of a cell's batches whose files are as they were written; a damaged batch is
-    reported. What dead processes left beside them is removed. Where the records do not count the
-    cell's texts, nobody knows which of them is wrong, and all are made again."""
-    records: dict[int, BatchRecord] = {}
-    cell = run.by_key[key]
-    remove_abandoned(run.place(key))
-    for number in batch_numbers(run.place(key)):
-        try:
-            record = check_batch(run.place(key), number, cell)
-            if number < record.n_batches:
-                records[number] = record
-        except DamagedError as error:
-            notify(f"{cell.description} ({key}): batch {number} made again; {error}")
-    if records and not agree(records.values(), cell):
-        counts = " and ".join(
-            str(n) for n in sorted({record.n_batches for record in records.values()})
+    out, names = Path(out), [names] if isinstance(names, str) else names
+    if not names:
+        raise GridError(
+            "name a grid: `lapa2 sweep quick/sent_topic --out RUN` (`lapa2 grids` lists them)"
         )
-        n_texts = sum(record.n_texts for record in records.values())
-        notify(
-            f"{cell.description} ({key}): all batches made again; their records count"
-            f" {n_texts} of {pluralize(cell.n_texts, 'text')}, in {counts} batches"
-        )
-        return {}
-    return records
-
-
-def _missing(records: Mapping[int, BatchRecord]) -> list[int]:
-    """The batches that a cell with these records lacks; the first, where none is there to tell."""
-    n_batches = next(iter(records.values())).n_batches if records else 1
-    return [number for number in range(n_batches) if number not in records]
-
-
-@dataclass
-class _OpenCell:
-    """A cell that is being made.
-
-    Attributes:
-        lock: Held until the cell is finished, or the sweep ends.
-        records: Those of its finished batches, by number.
-        begun: True once this sweep has made a batch, which says how the others are made.
-    """
-
-    cell: Cell
-    lock: ExitStack
-    records: dict[int, BatchRecord]
-    begun: bool = False
-    failed: bool = False
-    shown: dict[int, int] = field(default_factory=dict)
-
-    @property
-    def done(self) -> int:
-        """Row-tokens of its finished batches."""
-        return sum(_share(self.cell, record.n_texts) for record in self.records.values())
-
-
-@dataclass(frozen=True)
-class _Job:
-    """A batch to be made, and how often it was submitted."""
-
-    open_cell: _OpenCell
-    number: int
-    prepacking: Prepacking | None
-    attempts: int = 1
-
-
-class _Sweep:
-    """One loop over futures; the only writer of the cells it has locked."""
-
-    def __init__(
-        self,
-        run: Run,
-        todo: Sequence[Cell],
-        engine: Engine,
-        notify: Callable[[str], None],
-        bar: tqdm,
-    ) -> None:
-        self.run, self.engine, self.notify, self.bar = run, engine, notify, bar
-        self.n_todo, self.waiting = len(todo), deque(todo)
-        self.ready: deque[_Job] = deque()
-        self.weights: dict[str, str] = {}
-        self.failed: list[str] = []
-        self.made = self.there = self.elsewhere = self.disk = self.memory = 0
-        self.failed_starts = 0
-        self.locks = ExitStack()
-        self.inode = run.home.stat().st_ino
-
-    def all(self) -> None:
-        """Make all cells."""
-        under_way: dict[Future[Outcome], _Job] = {}
-        with self.locks:
-            while self.waiting or self.ready or under_way:
-                while len(under_way) < self.engine.slots() and (self.ready or self.waiting):
-                    if self.ready:
-                        job = self.ready.popleft()
-                        under_way[self._submit(job)] = job
-                    else:
-                        self._begin(self.waiting.popleft())
-                for future in wait(under_way, LOOK, return_when=FIRST_COMPLETED).done:
-                    with writing(self.run.home):
-                        self._take(under_way.pop(future), future)
-                    state = f"{self.made}/{self.n_todo} cells"
-                    state += f", {len(self.failed)} failed" * bool(self.failed)
-                    self.bar.set_postfix_str(state, refresh=False)
-
-    def _begin(self, cell: Cell) -> None:
-        """Lock a cell, and make one of its missing batches ready."""
-        folder, lock = self.run.place(cell.key), self.locks.enter_context(ExitStack())
-        with writing(folder):
-            try:
-                lock.enter_context(acquire_lock(folder / LOCK))
-            except Timeout:
-                self.elsewhere += 1
-                self.bar.total -= row_tokens_of(cell)
-                return
-            records = _sound_records(self.run, cell.key, self.notify)
-            remove_batches(folder, keep=records)
-        open_cell = _OpenCell(cell, lock, records)
-        self.bar.total -= open_cell.done
-        if missing := _missing(records):
-            self.ready.append(_Job(open_cell, missing[0], None))
-        else:  # another sweep has made it
-            self.there += 1
-            lock.close()
-
-    def _submit(self, job: _Job) -> Future[Outcome]:
-        cell, number = job.open_cell.cell, job.number
-
-        def show(tokens: int) -> None:
-            done = row_tokens_of(cell) * tokens // (cell.n_texts * cell.length)
-            self.bar.update(done - job.open_cell.shown.get(number, 0))
-            job.open_cell.shown[number] = done
-
-        return self.engine.submit(cell, number, job.prepacking, CountingBar(show))
-
-    def _take(self, job: _Job, future: Future[Outcome]) -> None:
-        """Write what a worker has made; make ready what follows."""
-        if not (self.run.home / LISTING).is_file() or self.run.home.stat().st_ino != self.inode:
-            raise RunError(
-                f"{self.run.home} is gone: it was moved or removed; bring it back and repeat the"
-                " command, which resumes from what is there"
-            )
-        open_cell, shown = job.open_cell, job.open_cell.shown.pop(job.number, 0)
-        if error := future.exception():  # its worker died
-            self.bar.update(-shown)
-            self._again(job, error)
-            return
-        outcome, self.failed_starts = future.result(), 0
-        if isinstance(outcome, Failure):
-            self.bar.update(-shown)
-            self._fail(open_cell, outcome)
-            return
-        cell, record, folder = open_cell.cell, outcome.record, self.run.place(open_cell.cell.key)
-        self._check_same_weights(cell, record.model.weights)
-        if not open_cell.begun and open_cell.records:
-            before = next(iter(open_cell.records.values()))
-            changes = before.changes(record)
-            if not changes and before.n_batches != record.n_batches:
-                changes = f"n_batches was {before.n_batches} and is {record.n_batches}"
-            if changes:
-                self.notify(
-                    f"{cell.description} ({cell.key}):"
-                    f" {pluralize(len(open_cell.records), 'finished batch')} made again; {changes}"
-                )
-                self.bar.total += open_cell.done
-                open_cell.records.clear()
-                remove_batches(folder)
-        write_batch(folder, job.number, outcome)
-        open_cell.records[job.number] = record
-        self.memory = max(self.memory, record.memory)
-        self.bar.update(_share(cell, record.n_texts) * (not open_cell.failed) - shown)
-        if not open_cell.begun:
-            open_cell.begun, prepacking = True, record.model.prepacking
-            self.ready.extend(
-                _Job(open_cell, number, prepacking) for number in _missing(open_cell.records)
-            )
-        if not _missing(open_cell.records):
-            self._finish(open_cell)
-
-    def _again(self, job: _Job, error: BaseException) -> None:
-        """Make a batch ready whose worker died, or fail its cell.
-
-        Raises:
-            RunError: The worker had not begun, so that the batch is not the reason, and others
-                before it had not.
-        """
-        if isinstance(error, WorkerLost) and not error.begun:
-            self.failed_starts += 1
-            if self.failed_starts >= ATTEMPTS:
+    if engine not in ENGINES:
+        raise RunError(unknown_choice("engine", engine, ENGINES))
+    if engine == "local":
+        for name, value in (("address", address), ("gpus_per_worker", gpus_per_worker)):
+            if value is not None:
                 raise RunError(
-                    f"a worker cannot start, tried {ATTEMPTS} times: {error};"
-                    f" {parameter('workers', '1')} makes the"
-                    " cells in this process"
+                    f"{parameter(name, value)} belongs to {parameter('engine', 'ray')}, and"
+                    " the engine is local; leave it"
+                    f" out, or give {parameter('engine', 'ray')}"
                 )
-            self.ready.appendleft(job)
-        elif job.attempts < ATTEMPTS:
-            self.ready.appendleft(replace(job, attempts=job.attempts + 1))
-        else:
-            self._fail(job.open_cell, _worker_lost(error))
-
-    def _finish(self, open_cell: _OpenCell) -> None:
-        folder = self.run.place(open_cell.cell.key)
-        remove_path(folder / FAILED)
-        self.made += 1
-        self.disk += sum(file.stat().st_size for file in folder.iterdir())
-        open_cell.lock.close()
-
-    def _fail(self, open_cell: _OpenCell, failure: Failure) -> None:
-        """Note that a cell failed, once, and give up its other batches."""
-        if open_cell.failed:
-            return
-        open_cell.failed, cell = True, open_cell.cell
-        self.failed.append(cell.key)
-        remove_path(self.run.place(cell.key) / FAILED)
-        write_json(self.run.place(cell.key) / FAILED, failure.model_dump_json())
-        self.ready = deque(job for job in self.ready if job.open_cell is not open_cell)
-        self.bar.total -= row_tokens_of(cell) - open_cell.done
-        self.bar.clear()
-        self.notify(f"failed: {cell.description} ({cell.key}): {failure.reason}")
-
-    def _check_same_weights(self, cell: Cell, now: str) -> None:
-        """Refuse a model whose weights have changed since other texts of the run were made."""
-        if cell.model not in self.weights:
-            others = (
-                key for key, another in self.run.by_key.items() if another.model == cell.model
+        check_device(device)
+    grids = load_grids(
+        out, names, changes, dtype=dtype, device=device, allow_code=allow_code, yes=yes
+    )
+    check_grids(grids)
+    for model_class in dict.fromkeys(cell.model_class for grid in grids for cell in grid.cells):
+        check_attn(attn, model_class)
+    for used in dict.fromkeys(
+        cell.dtype for grid in grids for cell in grid.cells if engine == "local"
+    ):
+        print_if_slow(used, device)
+    cells = {cell.key: cell for grid in grids for cell in grid.cells}
+    for column, value in (only or {}).items():
+        table = pd.DataFrame([cell.columns for cell in cells.values()], index=list(cells))
+        if column not in table:
+            raise GridError(unknown_choice("column", column, table.columns))
+        for choice in as_list(value):
+            if not is_any_of(table[column], [choice]).any():
+                raise GridError(
+                    unknown_choice(column, str(choice), dict.fromkeys(map(str, table[column])))
+                )
+        cells = {key: cells[key] for key in table.index[is_any_of(table[column], as_list(value))]}
+    left = _unfinished(out, cells)
+    runner = (
+        local_engine(workers, device, threads, pack, attn)
+        if engine == "local"
+        else RayPool(workers, device, threads, address, gpus_per_worker, pack, attn)
+    )
+    try:
+        if not isinstance(runner, InProcess):
+            _check_methods(left)
+        if left:
+            left_to_make = estimate(left, device)
+            notify(
+                f"{len(left)} of {len(cells)} cells to make: {left_to_make}, with"
+                f" {pluralize(runner.n_workers, 'worker')}"
             )
-            known = (record for key in others for record in _sound_records(self.run, key).values())
-            self.weights[cell.model] = next((record.model.weights for record in known), now)
-        name = f"{cell.model}'s weights"
-        check_same_inputs({name: self.weights[cell.model]}, {name: now}, self.run.home)
+            # A cluster's machines may have other memory than this one.
+            memory = left_to_make.memory if engine == "local" else 0
+            check_affordable(left_to_make.texts, left_to_make.row_tokens, memory, yes or dry_run)
+        if dry_run:
+            return Swept(len(cells) - len(left), 0, (), dry_run=True, folder=out)
+        with stop_on_sigterm():
+            return fill_run(out, grids, runner, notify, list(cells))
+    except (KeyboardInterrupt, SystemExit):
+        done = len(cells) - len(_unfinished(out, cells))
+        notify(f"\n{done} of {pluralize(len(cells), 'cell')} finished")
+        raise
+    finally:
+        runner.close()
 
 
-def _share(cell: Cell, n_texts: int) -> int:
-    """Row-tokens of a batch: its share of those of its cell."""
-    return row_tokens_of(cell) * n_texts // cell.n_texts
+def _check_methods(cells: Sequence[Cell]) -> None:
+    """Refuse methods of the script that runs: other processes do not run it."""
+    for cell in cells:
+        if cell.method.startswith("__main__:"):
+            raise GridError(
+                f"method {cell.method!r} is in the script that runs, and workers do not run it; put"
+                f" its class into a module beside the script, or give {parameter('workers', '1')}"
+            )
 
 
-def _worker_lost(error: BaseException) -> Failure:
-    """The outcome of a batch whose workers died."""
-    if isinstance(error, WorkerLost):
-        last = str(error)
-    else:
-        said = next(filter(None, reversed(str(error).splitlines())), "").strip()
-        last = (
-            f"{type(error).__name__}: {said}; where memory ran out, fewer rows share a batch with"
-            f" {parameter('max_rows', 'N', 'set')}"
+def _unfinished(out: Path, cells: Mapping[str, Cell]) -> list[Cell]:
+    """The cells that a run has not finished."""
+    return [cell for key, cell in cells.items() if state_of(out / CELLS / key, cell) != "finished"]
+
+
+def load_grids(
+    folder: Path,
+    names: Sequence[str],
+    changes: Mapping[str, Any] | None = None,
+    *,
+    dtype: str | None = None,
+    device: str | None = None,
+    allow_code: bool = False,
+    yes: bool = False,
+) -> list[Grid]:
+    """Load grids for a run folder: a grid that leaves the dtype to the machine gets that of the
+    run's cells.
+
+    A run begun in bfloat16 on one machine continues in bfloat16 on another, so that nothing is made
+    twice.
+
+    Args:
+        folder: The run, or where it will be.
+        names, changes, allow_code, yes: As `runs.grid.load_grid`.
+        dtype: What dtype "auto" means; by default that of the grid's cells of a model in the run,
+            else that of the run's cells of the model, else what this machine computes faster.
+        device: Where cells will be computed.
+
+    Raises:
+        GridError: As `load_grid`; or the run has a grid's cells in two dtypes, or in another than
+            the one asked for.
+        RunError: The folder is not a run, or one of another version.
+    """
+    listed = _listed_dtypes(folder)
+
+    def auto(grid: str, model: str, named: frozenset[str]) -> str:
+        there = listed.get((grid, model), set())
+        there = (
+            there - named or there
+        )  # cells whose block names their dtype do not say what auto was
+        listing = f"{folder} has cells of {grid} and {model} in {' and '.join(sorted(there))}"
+        if dtype is not None and there and dtype not in there:
+            raise GridError(
+                f"{listing}, which {parameter('dtype', dtype)} would leave behind; leave it"
+                " out, or sweep into"
+                " a new folder"
+            )
+        if dtype is None and len(there) > 1:
+            raise GridError(
+                f"{listing}; say with which to go on:"
+                f" {' or '.join(parameter('dtype', name) for name in sorted(there))}"
+            )
+        others = set().union(
+            *(dtypes for (_, listed_model), dtypes in listed.items() if listed_model == model)
         )
-    return Failure(when=datetime.now(UTC), traceback=f"the worker died {ATTEMPTS} times: {last}")
+        known = there or (others if len(others) == 1 else set())
+        return dtype or next(iter(known), None) or faster_dtype(device)
+
+    return [load_grid(name, changes, auto=auto, allow_code=allow_code, yes=yes) for name in names]
+
+
+def _listed_dtypes(folder: Path) -> dict[tuple[str, str], set[str]]:
+    """Dtypes of a run's cells by grid and model; damaged settings are ignored, because the
+    sweep writes them again."""
+    dtypes: dict[tuple[str, str], set[str]] = {}
+    for grid, keys in (read_listing(folder).grids if (folder / LISTING).is_file() else {}).items():
+        for key in keys:
+            with suppress(DamagedError):
+                cell = read_cell(folder / CELLS / key, key)
+                dtypes.setdefault((grid, cell.model), set()).add(cell.dtype)
+    return dtypes

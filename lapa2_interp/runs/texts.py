@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pandas as pd
@@ -16,22 +16,21 @@ import pandas as pd
 from lapa2_interp._util.commands import command
 from lapa2_interp._util.errors import ScoringError, parameter, unknown_choice
 from lapa2_interp._util.paths import kind_of
+from lapa2_interp.attention.trace import TraceKind
 from lapa2_interp.bias.tokens import decode_continuation, token_texts
+from lapa2_interp.generation.cell import Cell
 from lapa2_interp.models.load import shared_tokenizer
 from lapa2_interp.runs.manifest import Manifest
-from lapa2_interp.runs.run import as_list, each_once, is_any_of, load_run
+from lapa2_interp.runs.run import as_list, is_any_of, load_run
 from lapa2_interp.scoring.tables import CELL_COLUMNS, EXTRA_CELL_COLUMNS
 from lapa2_interp.tasks.corpora import READERS, read_table
 from lapa2_interp.tasks.segmentation import word_spans, words_between
-
-ID_COLUMNS = ("tokens", "context")
-"""Columns of token ids, which tables of scores leave out."""
 
 
 def read_texts(
     source: Path, column: str = "text", only: Mapping[str, Any] | None = None
 ) -> list[tuple[pd.DataFrame, Manifest | None]]:
-    """The samples of a run folder, each text once (`each_once`), or the rows of a file, with
+    """The texts of a run folder, each once (`each_once`), or the rows of a file, with
     columns text, prompt, attribute and arm.
 
     Args:
@@ -58,7 +57,7 @@ def read_texts(
         finished = run.cells[run.cells["key"].isin(keys)]
         wordings = finished["key"].map(lambda key: str(run.by_key[key].task.attributes))
         return [
-            (run.samples(list(group["key"])), run.manifest(str(group["key"].iloc[0])))
+            (run.texts(list(group["key"])), run.manifest(str(group["key"].iloc[0])))
             for _, group in finished.groupby(["model", "task", wordings, "max_length"], sort=False)
         ]
     if not source.is_file() or kind_of(source) not in READERS:
@@ -101,13 +100,30 @@ def read_texts(
     return [(table, None)]
 
 
+def each_once(cells: Mapping[str, Cell]) -> list[str]:
+    """Keys of cells that have no text in common: of cells that draw the same texts, and differ in
+    samples, prompts, batches or trace alone, the one with the most; of equal ones, with the fullest
+    trace."""
+    kinds = get_args(TraceKind)
+    chosen: dict[str, Cell] = {}
+    taken: set[tuple[str, str]] = set()
+    for key, cell in sorted(
+        cells.items(), key=lambda one: (-one[1].n_texts, -kinds.index(one[1].trace))
+    ):
+        own = {(cell.sampling_key, prompt) for prompt in cell.prompts}
+        if not own & taken:
+            taken |= own
+            chosen[key] = cell
+    return [key for key in cells if key in chosen]
+
+
 def as_words(column: pd.Series) -> pd.Series:
     """A column as texts; "" where it has no value."""
     return column.astype(object).where(column.notna(), "").astype(str)
 
 
 def at_lengths(
-    samples: pd.DataFrame, manifest: Manifest | None, lengths: Sequence[int]
+    texts: pd.DataFrame, manifest: Manifest | None, lengths: Sequence[int]
 ) -> pd.DataFrame:
     """The texts of a run as they were at shorter lengths: one row per text and length, with a
     column `length`.
@@ -130,8 +146,8 @@ def at_lengths(
     tokenizer = shared_tokenizer(manifest.model.name)
     frames = []
     for length in sorted(set(lengths)):
-        texts = []
-        for prompt, tokens in zip(samples["prompt"], samples["tokens"], strict=True):
+        cut = []
+        for prompt, tokens in zip(texts["prompt"], texts["tokens"], strict=True):
             counted = (
                 len(tokenizer(prompt, add_special_tokens=False).input_ids)
                 if manifest.cell.task.length_counts_prompt
@@ -140,12 +156,12 @@ def at_lengths(
             left = [int(token) for token in tokens[: max(0, length - counted)]]
             is_chat = manifest.cell.task.chat is not None
             text = decode_continuation(tokenizer, prompt, left, is_chat)
-            texts.append(prompt + text if manifest.cell.task.length_counts_prompt else text)
-        frames.append(samples.assign(text=texts, length=length))
+            cut.append(prompt + text if manifest.cell.task.length_counts_prompt else text)
+        frames.append(texts.assign(text=cut, length=length))
     return pd.concat(frames, ignore_index=True)
 
 
-def in_parts(samples: pd.DataFrame, n_parts: int, tokenizer: Any = None) -> pd.DataFrame:
+def in_parts(texts: pd.DataFrame, n_parts: int, tokenizer: Any = None) -> pd.DataFrame:
     """Every text cut into equal parts: one row per text and part, with a column `part` (1, 2, ...).
 
     Halves (n_parts = 2) are the paper's Table half, whose cutting rule it does not give: here the
@@ -155,10 +171,8 @@ def in_parts(samples: pd.DataFrame, n_parts: int, tokenizer: Any = None) -> pd.D
         tokenizer: Cuts by its tokens, and at none of its characters' bytes; by words without one
             (graphemes in scripts without spaces).
     """
-    texts = [_cut(text, n_parts, tokenizer) for text in samples["text"]]
-    frames = [
-        samples.assign(text=[parts[i] for parts in texts], part=i + 1) for i in range(n_parts)
-    ]
+    cut = [_cut(text, n_parts, tokenizer) for text in texts["text"]]
+    frames = [texts.assign(text=[parts[i] for parts in cut], part=i + 1) for i in range(n_parts)]
     return pd.concat(frames, ignore_index=True)
 
 
@@ -173,14 +187,14 @@ def _cut(text: str, n_parts: int, tokenizer: Any) -> list[str]:
     ]
 
 
-def only_rows(samples: pd.DataFrame, only: Mapping[str, Any]) -> pd.DataFrame:
+def only_rows(texts: pd.DataFrame, only: Mapping[str, Any]) -> pd.DataFrame:
     """The rows whose columns have these values (a list: one of them), as numbers or as text.
 
     Raises:
         ScoringError: No such column.
     """
     for column, value in only.items():
-        if column not in samples:
-            raise ScoringError(unknown_choice("column", column, samples.columns))
-        samples = samples[is_any_of(samples[column], as_list(value))]
-    return samples
+        if column not in texts:
+            raise ScoringError(unknown_choice("column", column, texts.columns))
+        texts = texts[is_any_of(texts[column], as_list(value))]
+    return texts

@@ -61,21 +61,21 @@ def make_batch(
         **dict(Provenance.of(model, plan)),
         key=plan.cell.key,
         n_batches=len(plan.batches),
-        n_texts=len(made.samples),
+        n_texts=len(made.texts),
         created=datetime.now(UTC),
         seconds=round(perf_counter() - began, 3),
-        new_tokens=int(made.samples["n_tokens"].sum()),
-        problems=problems_of(plan, made.samples),
+        new_tokens=int(made.texts["n_tokens"].sum()),
+        problems=problems_of(plan, made.texts),
         memory=peak_memory(model_card(model).device.partition(":")[0]),
     )
-    return FinishedBatch(record, made.samples, made.trace)
+    return FinishedBatch(record, made.texts, made.trace)
 
 
-def problems_of(plan: BatchPlan, samples: pd.DataFrame) -> tuple[str, ...]:
+def problems_of(plan: BatchPlan, texts: pd.DataFrame) -> tuple[str, ...]:
     """One sentence if texts of a batch ran out of tokens; usually nothing."""
     ended = [
         f"{row['prompt']!r} sample {row['sample']} at step {row['n_tokens']}"
-        for row in samples[samples["finish"] == "empty"].to_dict("records")
+        for row in texts[texts["finish"] == "empty"].to_dict("records")
     ]
     if not ended:
         return ()
@@ -92,14 +92,19 @@ class Worker:
     Args:
         device: cpu, cuda, ...; CUDA when there is one, by default.
         threads: Threads of a worker on the CPU. Another number may change the last bits of a logit.
-        pack, workers: As in `load_model`.
+        pack, workers, attn: As in `load_model`.
     """
 
     def __init__(
-        self, device: str | None = None, threads: int = 1, pack: str = "auto", workers: int = 1
+        self,
+        device: str | None = None,
+        threads: int = 1,
+        pack: str = "auto",
+        workers: int = 1,
+        attn: str = "auto",
     ) -> None:
         self.device = device or default_device()
-        self.threads, self.pack, self.workers = threads, pack, workers
+        self.threads, self.pack, self.workers, self.attn = threads, pack, workers, attn
         self._model: tuple[tuple[str, ...], Model, ModelContext, Prepacking | None] | None = None
         self._plans: dict[str, BatchPlan] = {}
 
@@ -164,6 +169,7 @@ class Worker:
                 cell.model_class,
                 pack=self.pack,
                 workers=self.workers,
+                attn=self.attn,
             )
             self._model = (wanted, loaded, ModelContext(loaded), model_card(loaded).prepacking)
         return self._model[1:]

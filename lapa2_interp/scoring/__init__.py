@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from lapa2_interp._util.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from lapa2_interp.scoring.registry import ScorerOptions, make_scorer, score_samples
+    from lapa2_interp.scoring.registry import ScorerOptions, make_scorer, score_texts
     from lapa2_interp.scoring.scorer import (
         ScoreCache,
         Scorer,
@@ -33,7 +33,7 @@ __all__ = [
     "expand_scorers",
     "make_scorer",
     "run_scorer",
-    "score_samples",
     "score_table",
+    "score_texts",
 ]
 __getattr__, __dir__ = lazy_names(__name__)

@@ -48,17 +48,17 @@ written with one more apostrophe."""
 
 @numbers_checked
 def make_sheets(
-    samples: pd.DataFrame, folder: Path, n_texts: Count = 100, seed: Natural = 1
+    texts: pd.DataFrame, folder: Path, n_texts: Count = 100, seed: Natural = 1
 ) -> pd.DataFrame:
     """Draw texts and write sheet.csv and rubric.txt for the annotators, and key.csv for the
     experimenter, into a new folder.
 
     Every arm has the same number of texts, of the same (prompt, attribute, sample), of chats also
-    the same turn. Order and ids do not depend on the arm. The same samples and seed give the same
+    the same turn. Order and ids do not depend on the arm. The same texts and seed give the same
     files.
 
     Args:
-        samples: One row per text, with columns prompt, attribute, text and arm. `sample` numbers
+        texts: One row per text, with columns prompt, attribute, text and arm. `sample` numbers
             the texts of a prompt; without it they are numbered in their order. All columns go into
             the key.
         n_texts: Texts on the sheet, over all arms; what the arms cannot share is left out.
@@ -66,7 +66,7 @@ def make_sheets(
 
     Returns:
         The key, in the sheet's order: id, arm, prompt, attribute, and every other column of the
-        samples.
+        texts.
 
     Raises:
         ScoringError: A text is repeated, or too few texts.
@@ -74,7 +74,7 @@ def make_sheets(
     """
     rng = np.random.default_rng(seed)
     taken = {name: f"{name} of the text" for name in ANSWER_COLUMNS}
-    table = samples.rename(columns=taken).reset_index(drop=True)
+    table = texts.rename(columns=taken).reset_index(drop=True)
     asked = ["prompt", "attribute", *["turn"] * ("turn" in table)]
     if "sample" not in table:
         table["sample"] = table.groupby(["arm", *asked]).cumcount()
@@ -87,15 +87,15 @@ def make_sheets(
         )
     # Draw from what all arms have continued, and mix.
     arms = table["arm"].nunique()
-    unit = table.groupby([*asked, "sample"], sort=False, dropna=False).ngroup()
-    common = np.flatnonzero(np.bincount(unit) == arms)
-    if not 1 <= (n_units := n_texts // arms if arms else 0) <= len(common):
+    number = table.groupby([*asked, "sample"], sort=False, dropna=False).ngroup()
+    common = np.flatnonzero(np.bincount(number) == arms)
+    if not 1 <= (n_common := n_texts // arms if arms else 0) <= len(common):
         raise ScoringError(
-            f"{n_texts} texts are {n_units} of each of {arms} arms, which have {len(common)} of"
+            f"{n_texts} texts are {n_common} of each of {arms} arms, which have {len(common)} of"
             f" the same prompt, attribute and sample; give {arms} to {arms * len(common)}, or more"
             " samples"
         )
-    drawn = table[unit.isin(rng.choice(common, n_units, replace=False))]
+    drawn = table[number.isin(rng.choice(common, n_common, replace=False))]
     shuffled = drawn.iloc[rng.permutation(len(drawn))].reset_index(drop=True)
     # Ids depend on the texts, too, so that answers to one sheet do not fit the key of another.
     digest = hashlib.sha256("\0".join(shuffled["text"]).encode("utf-8", "replace")).hexdigest()

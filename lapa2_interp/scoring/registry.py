@@ -168,13 +168,13 @@ def make_scorer(name: str, model: str, options: ScorerOptions) -> Scorer:
     raise ScoringError(unknown_choice("scorer", name, SCORERS))
 
 
-def score_samples(
-    samples: pd.DataFrame,
+def score_texts(
+    texts: pd.DataFrame,
     asked: Sequence[str],
     options: ScorerOptions,
     cache: ScoreCache | None = None,
 ) -> pd.DataFrame:
-    """Score samples with a list of scorers: a `tables.score_table` of each, one below the other.
+    """Score texts with a list of scorers: a `tables.score_table` of each, one below the other.
 
     The second and later scorers of a metric stand in parentheses: "accuracy (linear)".
 
@@ -188,7 +188,7 @@ def score_samples(
     for request in asked:
         name, _, model = request.partition("=")
         with closing(make_scorer(name, model, options)) as scorer:
-            scores = score_table(samples, scorer, cache)
+            scores = score_table(texts, scorer, cache)
         if name in seen:
             scores["metric"] += f" ({model or name})"
         seen.add(name)

@@ -5,7 +5,7 @@ A scorer gives each `TextItem` a tuple of finite numbers, or a `SkippedText` wit
 that are made when it fails.
 
     scorer = Perplexity(model)
-    table = run_scorer(scorer, items, ScoreCache(folder))     # one row per item: the scorer's columns, and `skipped`
+    table = run_scorer(scorer, items, ScoreCache(folder))     # one row per item: the scorer's columns, and `reason`
 """  # noqa: E501
 
 from __future__ import annotations
@@ -409,8 +409,8 @@ def run_scorer(
     """Score items, equal ones once.
 
     Returns:
-        One row per item, in order: the scorer's columns (NaN if skipped) and `skipped` (the reason,
-        or "").
+        One row per item, in order: the scorer's columns (NaN if skipped) and `reason` (why it
+        was skipped, or "").
 
     Raises:
         ScoringStoppedError: The scorer stopped, or a library failed; the message has the number of
@@ -456,6 +456,4 @@ def run_scorer(
         [nothing if isinstance(row, SkippedText) else row for row in rows],
         columns=list(scorer.columns),
     )
-    return table.assign(
-        skipped=[row.reason if isinstance(row, SkippedText) else "" for row in rows]
-    )
+    return table.assign(reason=[row.reason if isinstance(row, SkippedText) else "" for row in rows])

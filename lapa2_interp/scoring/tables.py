@@ -71,22 +71,22 @@ def scorer_of_metric(metric: str) -> str:
 
 
 def score_table(
-    samples: pd.DataFrame, scorer: Scorer, cache: ScoreCache | None = None
+    texts: pd.DataFrame, scorer: Scorer, cache: ScoreCache | None = None
 ) -> pd.DataFrame:
-    """Score samples: one row per text and metric.
+    """Score texts: one row per text and metric.
 
     Returns:
-        The samples' columns and metric, value (NaN if skipped), skipped (the reason), scorer.
+        The texts' columns and metric, value (NaN if skipped), reason ("" if not), scorer.
 
     Raises:
         ScoringError: The classifier has no label for an attribute; or as `run_scorer`.
     """
     items = [
         TextItem(text, prompt, attribute)
-        for text, prompt, attribute in samples[["text", "prompt", "attribute"]].to_numpy()
+        for text, prompt, attribute in texts[["text", "prompt", "attribute"]].to_numpy()
     ]
     if scorer.classifies:
-        wrong = sorted(set(samples["attribute"]) - set(scorer.columns))
+        wrong = sorted(set(texts["attribute"]) - set(scorer.columns))
         if wrong:
             raise ScoringError(
                 f"the classifier {scorer.version!r} has the labels {', '.join(scorer.columns)}, not"
@@ -97,14 +97,14 @@ def score_table(
     scored = run_scorer(scorer, items, cache)
     numbers = scored[list(scorer.columns)]
     if scorer.classifies:
-        right = (numbers.fillna(-1).idxmax(axis=1) == samples["attribute"].to_numpy()).astype(float)
+        right = (numbers.fillna(-1).idxmax(axis=1) == texts["attribute"].to_numpy()).astype(float)
         numbers = pd.DataFrame({scorer.name: right.where(numbers.notna().all(axis=1))})
-    own = samples.reset_index(drop=True)
+    own = texts.reset_index(drop=True)
     frames = [
         own.assign(
             metric=str(metric),
             value=numbers[metric].to_numpy(),
-            skipped=scored["skipped"].to_numpy(),
+            reason=scored["reason"].to_numpy(),
         )
         for metric in numbers
     ]
@@ -130,7 +130,7 @@ def cell_table(scores: pd.DataFrame) -> pd.DataFrame:
     for keys, part in _iterate_cells(scores):
         for (metric, scorer), texts in part.groupby(["metric", "scorer"], sort=False):
             known = texts["value"].notna()
-            reasons = Counter(texts["skipped"][~known])
+            reasons = Counter(texts["reason"][~known])
             facts = {**_reason_columns(reasons), "scorer": scorer}
             scored = texts[known]
             clusters = _clusters(scored)
@@ -237,10 +237,10 @@ def paired_change(before: pd.DataFrame, after: pd.DataFrame) -> Difference | Non
         return (before[name], after[name]) if name in before and name in after else None
 
     one, two = before["prompt"], after["prompt"]
-    kinds, units = labels("attribute"), labels("sample")
+    kinds, members = labels("attribute"), labels("sample")
     try:
         return paired_difference(
-            before["value"], one, after["value"], two, kinds=kinds, units=units
+            before["value"], one, after["value"], two, kinds=kinds, members=members
         )
     except NothingPairedError:
         return None
@@ -267,14 +267,14 @@ def _difference_interval(metric: str, change: Difference) -> tuple[float, float]
     return float(low), float(high)
 
 
-def distinct_cells(samples: pd.DataFrame, tokenizer: object = None) -> pd.DataFrame:
+def distinct_cells(texts: pd.DataFrame, tokenizer: object = None) -> pd.DataFrame:
     """distinct-1, -2, -3 of every cell's texts as rows of a cell table; NaN if all are empty.
 
     Raises:
         ScoringError: All texts of all cells are empty, or the tokenizer fails.
     """
     frames = []
-    for keys, part in _iterate_cells(samples):
+    for keys, part in _iterate_cells(texts):
         reasons = Counter(filter(None, map(unreadable_reason, part["text"])))
         filled = part[[not unreadable_reason(text) for text in part["text"]]]
         if len(filled):
@@ -364,10 +364,10 @@ def interval_note(table: pd.DataFrame, differences: pd.DataFrame) -> str:
     counts = [*usual["prompts"], *(differences["prompts"] if len(differences) else ())]
     known = table[table["mean"].notna()]
     is_text = len(known) > 0 and (known["n"] == known["prompts"]).all()
-    unit: Literal["prompt", "text"] = "text" if is_text else "prompt"
-    parts = [describe_intervals(counts, unit)] * bool(counts)
-    parts += [f"where all texts score alike, what so few {unit}s leave open"] * bool(alike.any())
-    parts += [f"of distinct-n Student's t from the jackknife over {unit}s"] * bool(
+    cluster: Literal["prompt", "text"] = "text" if is_text else "prompt"
+    parts = [describe_intervals(counts, cluster)] * bool(counts)
+    parts += [f"where all texts score alike, what so few {cluster}s leave open"] * bool(alike.any())
+    parts += [f"of distinct-n Student's t from the jackknife over {cluster}s"] * bool(
         is_distinct.any()
     )
     return f"in brackets: 95 % interval ({'; '.join(parts)})"

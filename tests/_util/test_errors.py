@@ -13,8 +13,8 @@ from lapa2_interp._util.errors import (
 )
 from lapa2_interp.cli.app import main
 from lapa2_interp.generation.resolve import cell_of
-from lapa2_interp.runs.launch import launch
 from lapa2_interp.runs.score import score
+from lapa2_interp.runs.sweep import sweep
 
 ASKED = {"attribute": "positive", "prompts": ["The lake"], "dtype": "float32", "length": 12}
 
@@ -49,7 +49,7 @@ def test_both_surfaces_have_their_words(tmp_path, capsys):
         run.save(tmp_path / "run")
     with pytest.raises(Lapa2Error, match="^column words belongs to a file"):
         score(tmp_path / "run", ["echo"], column="words")
-    assert load_run(run.save(tmp_path / "run", force=True).folder).samples()["text"].size == 1
+    assert load_run(run.save(tmp_path / "run", force=True).folder).texts()["text"].size == 1
     line = "generate --model tiny-gpt2 --attribute positive --prompt Lake --length 20 --out"
     assert main([*line.split(), str(tmp_path / "run")]) == 2
     assert "is finished; --force replaces it, or choose another --out" in capsys.readouterr().err
@@ -67,7 +67,7 @@ def test_one_name_stands_where_several_may(tmp_path):
         f'model = "tiny-gpt2"\ntask = "{tmp_path}/mood.toml"\nmethod = "prefix"\nlength = 20\n'
         'samples = 1\ndtype = "float32"\n'
     )
-    launch(str(grid), tmp_path / "run", workers=1, device="cpu")
+    sweep(str(grid), tmp_path / "run", workers=1, device="cpu")
     scored = score(str(tmp_path / "run"), "distinct", out=str(tmp_path / "scores"))
     assert set(scored.table["metric"]) == {"distinct-1", "distinct-2", "distinct-3"}
     asked = {"task": tmp_path / "mood.toml", "attribute": "calm", "dtype": "float32", "length": 20}
@@ -75,15 +75,3 @@ def test_one_name_stands_where_several_may(tmp_path):
         assert cell_of("tiny-gpt2", prompts=prompts, **asked).prompts == ("The lake", "The sea")
     assert cell_of("tiny-gpt2", **asked).prompts == ("The hill",)
     assert cell_of("tiny-gpt2", prompts="The lake", **asked).prompts == ("The lake",)
-    for prompts in ([], {"The lake": 1}, grid):
-        with pytest.raises(
-            Lapa2Error,
-            match=r"^(prompts(: takes task, .*a list of texts| is an em)|cannot read prompts from .*no file of prompts)",
-        ):
-            cell_of("tiny-gpt2", prompts=prompts, **asked)
-
-
-def test_a_word_for_a_classifier_alone_scores_nothing(tmp_path):
-    run = generate("tiny-gpt2", trace="none", **ASKED).save(tmp_path / "run")
-    with pytest.raises(Lapa2Error, match="linear says which classifier judges accuracy, toxicity"):
-        score(run.home, ["linear", "echo"])

@@ -6,14 +6,13 @@ import torch
 from conftest import TINY, hooks_left, load
 from oracle import oracle_logits
 
-from lapa2_interp import Augmentation, augmented, generate
-from lapa2_interp._util.errors import AugmentationError, DeadHookError, Lapa2Error, LayoutError
+from lapa2_interp import Augmentation, augmented
+from lapa2_interp._util.errors import AugmentationError, LayoutError
 from lapa2_interp.bias.layout import Layout, left_pad
 from lapa2_interp.bias.padded_rows import PaddedRows
 from lapa2_interp.bias.theory import shifted_share
-from lapa2_interp.models import probe
 from lapa2_interp.models.cache_name import cache_name
-from lapa2_interp.models.liveness import HOOK_PATTERN, HOOK_SCORES, assert_live
+from lapa2_interp.models.hook_names import HOOK_PATTERN, HOOK_SCORES
 
 GENERATED = [70, 81, 92, 103, 114]
 
@@ -421,59 +420,6 @@ def test_padding_that_is_not_the_layouts_is_an_error(tiny, model_class, layouts,
         model(ids, **settings)
 
 
-def test_arguments_of_the_wrong_kind_are_named_without_runtime_types(without_types):
-    model = load("tiny-gpt2")
-    layout, rule = Layout.of(model.tokenizer, "ab:", "cd"), Augmentation(alpha=1)
-    asked = {"attribute": "positive"}
-    for call, words in (
-        (lambda: augmented(model, 0.5, [layout]).__enter__(), "was given"),
-        (lambda: augmented(model, [0.5], layout).__enter__(), "was given"),
-        (lambda: augmented(model, layout, rule).__enter__(), "was given"),
-        (
-            lambda: generate(model, **asked, prompts=[]),
-            "prompts is an empty list; give at least one text",
-        ),
-        (
-            lambda: generate(model, **asked, method=3),
-            "method must be a name, or come from methods.get or get_for_task, found 3",
-        ),
-        (
-            lambda: generate(model, **asked, method="prefixx"),
-            "unknown method 'prefixx'; allowed: none, prefix",
-        ),
-        (
-            lambda: generate(model, **asked, augmentation=0.5),
-            "recipes as one text such as 'lapa2 + instaboost:M=5', or None; found 0.5",
-        ),
-        (
-            lambda: generate(model, **asked, alpha=1.0, augmentation=rule),
-            "alpha 1 is for an augmentation that leaves its alpha open",
-        ),
-        (
-            lambda: generate(model, **asked, trace="ful"),
-            "trace: input should be 'none', 'pooled' or 'full', found 'ful'",
-        ),
-        (
-            lambda: generate(model, **asked, eos="Stop"),
-            "eos: input should be 'keep', 'stop' or 'block', found 'Stop'",
-        ),
-        (
-            lambda: generate(model, attribute=3),
-            "attribute: input should be a valid string, found 3",
-        ),
-    ):
-        with pytest.raises(Lapa2Error) as error:
-            call()
-        assert words in str(error.value)
-
-
-def test_augmentations_without_layouts_are_an_error():
-    model = load("tiny-gpt2")
-    for augmentations, layouts in (([None, None], branch(model)), ([], [])):
-        with pytest.raises(LayoutError, match="augmentations for"):
-            augmented(model, augmentations, layouts).__enter__()
-
-
 def test_alpha_zero_changes_nothing(tiny, model_class):
     model = load(tiny, "float32", model_class)
     layout = branch(model)
@@ -487,45 +433,3 @@ def test_alpha_zero_changes_nothing(tiny, model_class):
             model, ids_of(layout, GENERATED), augmented(model, augmentation, layout)
         )[0]
         assert torch.equal(logits, plain)
-
-
-def test_rows_without_layouts_are_an_error():
-    model = load("tiny-gpt2")
-    layout = branch(model)
-    with (
-        augmented(model, Augmentation(alpha=1), [layout, layout]),
-        pytest.raises(LayoutError, match="3 rows, but 2"),
-    ):
-        model(ids_of(layout).repeat(3, 1))
-
-
-def test_a_forward_pass_shorter_than_the_span_is_an_error():
-    model = load("tiny-gpt2")
-    layout = branch(model)
-    with (
-        augmented(model, Augmentation(alpha=1), layout, check_ids=False),
-        pytest.raises(LayoutError, match="span ends at slot 7"),
-    ):
-        model(ids_of(layout)[:, :4])
-
-
-def test_an_explicit_span_outside_the_sequence_is_an_error():
-    model = load("tiny-gpt2")
-    with pytest.raises(LayoutError, match="outside the sequence"):
-        augmented(model, Augmentation(alpha=1, span=((0, 99),)), branch(model)).__enter__()
-
-
-def test_a_dead_scores_hook_raises():
-    """OPT's scores hook fires after the softmax on the bridge, and edits of it change nothing."""
-    from transformers import OPTConfig
-
-    config = OPTConfig(
-        vocab_size=260, hidden_size=32, ffn_dim=64, num_hidden_layers=2, num_attention_heads=4,
-        max_position_embeddings=64, word_embed_proj_dim=32,
-    )  # fmt: skip
-    model = bridge_of(config, "tiny-opt")
-    assert not probe(model).alive
-    with pytest.raises(
-        DeadHookError, match="tiny-opt cannot be augmented: its scores hook fires after"
-    ):
-        assert_live(model, "tiny-opt")

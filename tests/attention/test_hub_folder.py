@@ -37,7 +37,7 @@ def test_greedy_texts_are_ours_token_by_token(alpha):
         model = load(name, "float64", PLAIN)
         ours = generate(
             model, list(PROMPTS), attribute="positive", alpha=alpha, top_k=1, length=46
-        ).samples()["tokens"]
+        ).texts()["tokens"]
         inputs, n = rows_of(model)
         made = model.original_model.generate(
             **inputs, **SETTINGS, prefix_tokens=n, alpha=alpha, max_new_tokens=46

@@ -8,8 +8,8 @@ from conftest import MODEL_CLASSES
 
 from lapa2_interp import Augmentation, Layout, PaddedRows, augmented, load_model, teacher_forced
 from lapa2_interp._util.errors import ModelError
-from lapa2_interp.attention.hooked import has_weight
-from lapa2_interp.models.liveness import HOOK_SCORES
+from lapa2_interp.attention.pass_check import has_weight
+from lapa2_interp.models.hook_names import HOOK_SCORES
 from lapa2_interp.models.load import load_transformers
 
 RULES = {

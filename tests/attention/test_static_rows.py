@@ -16,7 +16,8 @@ from lapa2_interp import Augmentation, Layout, augmented, load_model
 from lapa2_interp._util.errors import ModelError
 from lapa2_interp.attention import static_rows
 from lapa2_interp.attention.cache import new_rows
-from lapa2_interp.attention.static_rows import bucket, continued
+from lapa2_interp.attention.continued_rows import continued_rows
+from lapa2_interp.attention.static_rows import bucket
 from lapa2_interp.bias.layout import left_pad
 from lapa2_interp.generation.plan import plan_batches
 from lapa2_interp.methods import load_task
@@ -49,7 +50,7 @@ def forced(model, rule, static, steps=12, layouts=None):
     tokens = (7 * torch.arange(3 * steps, device=model.cfg.device) % 200 + 40).view(3, steps)
     model.static = static
     try:
-        block = continued(model, rows, index, len(padded[0]) + steps, rules, of_rows, None)
+        block = continued_rows(model, rows, index, len(padded[0]) + steps, rules, of_rows, None)
         with block as more:
             logits = [more.read_tokens(tokens[:, i : i + 1])[:, -1].clone() for i in range(steps)]
     finally:
@@ -67,12 +68,12 @@ def same(model, *asked, **settings):
     finally:
         model.static = False
     for column in ("tokens", "n_tokens", "finish"):
-        assert static.samples[column].tolist() == usual.samples[column].tolist()
+        assert static.texts[column].tolist() == usual.texts[column].tolist()
     for name in usual.trace.data_vars:
         np.testing.assert_allclose(
             static.trace[name], usual.trace[name], atol=1e-6, rtol=0, err_msg=str(name)
         )
-    return static.samples
+    return static.texts
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -14,9 +14,9 @@ from lapa2_interp.bias.recipes import (
 )
 from lapa2_interp.generation.resolve import cell_of
 from lapa2_interp.runs.engines import InProcess
+from lapa2_interp.runs.fill import fill_run
 from lapa2_interp.runs.generate import make_cells
 from lapa2_interp.runs.grid import load_grid
-from lapa2_interp.runs.sweep import sweep
 
 ASKED = {"attribute": "positive", "prompts": ["The lake"], "dtype": "float32", "length": 12}
 GRID = """model = "tiny-gpt2"
@@ -110,7 +110,7 @@ def test_recipes_by_name_do_what_their_augmentations_do():
     text, rules = "instaboost:M=5", recipe("instaboost", M=5)
     made = generate(model, augmentation=text, **ASKED)
     assert made.cells["arm"].tolist() == [text]
-    assert made.samples()["arm"].tolist() == [text]
+    assert made.texts()["arm"].tolist() == [text]
     assert made.manifest().cell.active_augmentations == tuple(rules)
     assert made.trace()["arm"].to_numpy().tolist() == [text]
     layout = Layout.of(model.tokenizer, "Very positive:", "The lake")
@@ -147,15 +147,15 @@ def test_labels_of_two_grids_in_one_run(tmp_path):
     """The same cell takes the later label; two arms of one label are told apart."""
     run = tmp_path / "run"
     one = grid(tmp_path, 'augmentation = ["none", "paper"]', "one")
-    sweep(run, [one], InProcess("cpu"))
+    fill_run(run, [one], InProcess("cpu"))
     two = 'augmentation = [{ alpha = 0.5, label = "ours" }, { alpha = 1.0, label = "more" }]'
-    sweep(run, [grid(tmp_path, two, "two")], InProcess("cpu"))
+    fill_run(run, [grid(tmp_path, two, "two")], InProcess("cpu"))
     stored = load_run(run)
     assert stored.cells["arm"].tolist() == ["baseline", "ours", "more"]
-    assert stored.samples()["arm"].tolist() == ["baseline", "ours", "more"]
+    assert stored.texts()["arm"].tolist() == ["baseline", "ours", "more"]
     assert stored.trace()["arm"].to_numpy().tolist() == ["baseline", "ours", "more"]
     third = grid(tmp_path, 'augmentation = { alpha = 2.0, label = "more" }', "three")
-    sweep(run, [third], InProcess("cpu"))
+    fill_run(run, [third], InProcess("cpu"))
     assert load_run(run).cells["arm"].tolist()[2:] == ["more", "more (alpha 2 paper)"]
     again = load_run(load_run(run).save(tmp_path / "copy").folder)
     assert again.cells["arm"].tolist()[2:] == ["more", "more (alpha 2 paper)"]
@@ -164,6 +164,6 @@ def test_labels_of_two_grids_in_one_run(tmp_path):
 def test_a_label_survives_saving(tmp_path):
     cell = cell_of("tiny-gpt2", augmentation="instaboost:M=5", **ASKED)
     run = make_cells(load("tiny-gpt2"), [cell]).save(tmp_path / "run")
-    again = load_run(run.home)
+    again = load_run(run.folder)
     assert again.cells["arm"].tolist() == ["instaboost:M=5"]
     assert again.by_key[cell.key].augmentation == Augmentation(**dict(recipe("instaboost", M=5)[0]))

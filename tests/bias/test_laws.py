@@ -17,7 +17,7 @@ from lapa2_interp.bias.augmentation import BIAS_CAP
 from lapa2_interp.bias.layout import left_pad
 from lapa2_interp.bias.theory import shifted_share
 from lapa2_interp.generation.teacher_forcing import teacher_forced
-from lapa2_interp.models.liveness import HOOK_SCORES
+from lapa2_interp.models.hook_names import HOOK_SCORES
 
 GENERATED = [70, 81, 92, 103, 114]
 SPANS = ("prefix", "prefix+bos", ((0, 2), (4, 5)), ("prefix", (1, 3)))
@@ -426,7 +426,7 @@ def test_methods_generate_the_same_with_and_without_hooks(law, method):
         for phase in ("last_query", "predicting_only")
     ]  # fmt: skip
     for one, another in zip(made, made[2:], strict=False):
-        assert one.samples.tokens.tolist() == another.samples.tokens.tolist()
+        assert one.texts.tokens.tolist() == another.texts.tokens.tolist()
         gap = np.abs(one.trace.prefix.values - another.trace.prefix.values)
         assert np.nanmax(gap) < 1e-6
 

@@ -452,10 +452,10 @@ def test_a_chat_is_explained_and_traced_whole(chatting):
     assert [step["step"] for step in facts["steps"]][-3:] == [0, 1, 2]
     made = continue_chat(model, task, rule, length=5, samples=3, trace="full")
     sums = sum(made.trace[name] for name in ("bos", "prefix", "prompt", "generated"))
-    for i, tokens in enumerate(made.samples["tokens"]):
+    for i, tokens in enumerate(made.texts["tokens"]):
         assert np.abs(sums[0, i, : len(tokens)] - 1).max() < 1e-5
     alone = continue_chat(model, task, rule, length=5)
-    assert alone.samples["tokens"][0] == made.samples["tokens"][0]
+    assert alone.texts["tokens"][0] == made.texts["tokens"][0]
     steady = continue_chat(model, task, recipe("set-point", tau=0.4), length=8, eos="block")
     assert np.abs(steady.trace["prefix"].values - 0.4).min() < 1e-6
     assert (steady.trace["prefix"].values > 0.4 - 1e-6).all()
@@ -474,7 +474,7 @@ def test_chats_are_continued_together_as_alone(chatting):
         alone = continue_chat(chatting, task, rule, **settings)
         rows = slice(2 * i, 2 * i + 2)
         for column in ("tokens", "continuation"):
-            assert together.samples[column][rows].tolist() == alone.samples[column].tolist()
+            assert together.texts[column][rows].tolist() == alone.texts[column].tolist()
         for name in ("prefix", "bos", "prompt", "generated"):
             np.testing.assert_allclose(together.trace[name][:, rows], alone.trace[name], atol=1e-6)
 
@@ -496,12 +496,12 @@ span = "phrase:{prefix}"
 """)
     asked = {"method": "chat", "task": str(file), "length": 5, "trace": "pooled", "alpha": 0.5}
     run = generate(chatting, **asked)
-    assert len(run.samples()) == 4
+    assert len(run.texts()) == 4
     cells = {cell.attribute: key for key, cell in run.by_key.items()}
     assert run.manifest(cells["calm"]).branches == {"chat": "Be calm."}
     assert run.trace(cells["calm"])["prefix_tokens"].sizes["prefix_token"] == len("Be calm.")
     stored = load_run(run.save(tmp_path / "run").folder)
-    assert stored.samples()["text"].tolist() == run.samples()["text"].tolist()
+    assert stored.texts()["text"].tolist() == run.texts()["text"].tolist()
     assert stored.by_key == run.by_key
     with pytest.raises(MethodError, match="task 'sentiment' has no chat to continue"):
         generate(chatting, method="chat")

@@ -25,7 +25,7 @@ from lapa2_interp.circuits.gradients import (
 from lapa2_interp.circuits.knockout import knock_out
 from lapa2_interp.circuits.metrics import lex
 from lapa2_interp.circuits.units import all_heads
-from lapa2_interp.models.liveness import HOOK_PATTERN, HOOK_SCORES
+from lapa2_interp.models.hook_names import HOOK_PATTERN, HOOK_SCORES
 from lapa2_interp.models.planted import answer_key
 
 TWO = ("lex", "js")
@@ -299,7 +299,7 @@ def test_the_cut_hat_of_heads_that_write_on_u_is_the_closed_form():
     estimates = attribution(model, asked, metric=AT_THE_END).cut_hats[0]
     l = len(asked.examples[0].layouts[0]) + n
     x, opposite = key.written(l, 2)
-    tangent = 4 * key.unit * (1 + opposite / 16) / (1 + (x**2 + opposite) / 16) ** 1.5
+    tangent = 4 * key.logit * (1 + opposite / 16) / (1 + (x**2 + opposite) / 16) ** 1.5
     for role in ("carrier", "suppressor"):
         share = key.odds[role] / (key.odds[role] + l - 1)
         assert estimates[key.heads[role]] == pytest.approx(

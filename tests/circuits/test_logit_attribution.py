@@ -86,7 +86,7 @@ def test_planted_heads_write_what_the_key_says(name):
             x, opposite = key.written(l, layout.l_pro)
             for role in ("carrier", "suppressor"):
                 part = key.gain[role] * key.odds[role] / (key.odds[role] + l - 1)
-                expected = 2 * key.unit * part / np.sqrt(1 + (x**2 + opposite) / 16)
+                expected = 2 * key.logit * part / np.sqrt(1 + (x**2 + opposite) / 16)
                 layer, head = key.heads[role]
                 assert direct.direct[i, 0, t, layer, head, 0] == pytest.approx(expected, abs=1e-4)
     frame = direct.frame().set_index(["layer", "head"])

@@ -217,7 +217,7 @@ def flipped(key, role, example, step):
     without = replace(key, gain={**key.gain, written_by: 0.0})
     part = x - without.written(*lengths, asking=step == 0)[0]
     x = 2 * part - x
-    return 2 * key.unit * x / np.sqrt(1 + (x**2 + opposite) / WIDTH)
+    return 2 * key.logit * x / np.sqrt(1 + (x**2 + opposite) / WIDTH)
 
 
 def expected_flips(key, role, asked):
@@ -269,7 +269,7 @@ def test_edges_of_a_linear_reader_add_up():
 
     def written(log_probs, text):
         lex = favour(log_probs, (plus, minus)).double()
-        x = lex / torch.sqrt(4 * key.unit**2 - lex**2 / WIDTH)
+        x = lex / torch.sqrt(4 * key.logit**2 - lex**2 / WIDTH)
         return x * (torch.arange(text.shape[1]) > 0)  # the relay writes at the prompt's last token
 
     for direction in ("denoise", "noise"):

@@ -32,10 +32,10 @@ def test_generate_writes_a_run_that_loads_back(tmp_path, capsys):
     run = finished_cell(load_run(out))
     assert run.manifest.cell.arm == "alpha 0.5 paper"
     assert [rule.alpha for rule in run.manifest.cell.active_augmentations] == [0.5]
-    assert run.samples["prompt"].tolist() == ["The lake"] * 4 + ["The sea"] * 4
+    assert run.texts["prompt"].tolist() == ["The lake"] * 4 + ["The sea"] * 4
     assert run.manifest.cell.patterns == ((0, 1),)
     printed = capsys.readouterr()
-    assert run.samples["text"][0] in printed.out
+    assert run.texts["text"][0] in printed.out
     assert "8 texts, " in printed.err
     assert "branches prefix; the trace takes" in printed.err, "the size is said before"
 
@@ -50,7 +50,7 @@ def made(tmp_path_factory):
 
 def test_generation_from_the_shell_is_reproducible(made, tmp_path):
     assert lapa2(f"{GENERATE} --samples 2 --max-rows 1", "--out", tmp_path / "run") == 0
-    one, two = (finished_cell(load_run(folder)).samples for folder in (made, tmp_path / "run"))
+    one, two = (finished_cell(load_run(folder)).texts for folder in (made, tmp_path / "run"))
     assert one["text"].tolist() == two["text"].tolist()
 
 
@@ -135,7 +135,7 @@ def test_texts_that_ran_out_of_tokens_are_written_and_reported(tmp_path, capsys)
     assert "no token has positive weight for 'The lake' sample 0 at step" in error
     assert "lower omega" in error
     run = finished_cell(load_run(tmp_path / "run"))
-    assert run.samples["finish"].tolist() == ["empty"]
+    assert run.texts["finish"].tolist() == ["empty"]
     assert run.manifest.problems[0] in error
 
 

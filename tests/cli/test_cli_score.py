@@ -91,7 +91,7 @@ def test_a_run_of_ones_own_task_is_scored_by_its_words(tmp_path, capsys):
         load("tiny-gpt2"), methods.get("prefix"), task, task.attributes, ["The lake"],
         length=15, trace="none",
     ).save(tmp_path / "run")  # fmt: skip
-    change_texts(run.folder, lambda samples: samples.assign(text="a serene lake"))
+    change_texts(run.folder, lambda texts: texts.assign(text="a serene lake"))
     assert lapa2("score --scorers echo --out", tmp_path / "scores", run.folder) == 0
     table = pd.read_csv(tmp_path / "scores" / "table.csv").set_index("attribute")
     assert table["mean"].to_dict() == {'calm, "ish"': 1, "angry": 0, "all": 0.5}
@@ -109,7 +109,7 @@ def test_wordings_of_ones_own_task_are_apart_and_have_their_own_words(tmp_path):
     )
     run = tmp_path / "run"
     assert lapa2("sweep --workers 1 --device cpu", tmp_path / "grid.toml", "--out", run) == 0
-    change_texts(run, lambda samples: samples.assign(text="a serene lake"))
+    change_texts(run, lambda texts: texts.assign(text="a serene lake"))
     assert lapa2("score --scorers echo --out", tmp_path / "scores", run) == 0
     table = pd.read_csv(tmp_path / "scores" / "table.csv")
     said = {

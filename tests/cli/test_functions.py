@@ -4,13 +4,14 @@ import ast
 import inspect
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import pytest
 
+from lapa2_interp.circuits.contrast_set import ContrastSet
 from lapa2_interp.cli import functions, options
 from lapa2_interp.cli.app import COMMANDS, FAMILIES, app, definition
-from lapa2_interp.cli.functions import arguments_of, command_of, option_type
+from lapa2_interp.cli.functions import arguments_of, command_of, hands_on, option_type
 from lapa2_interp.generation.settings import CellSettings
 
 PATHS = [
@@ -64,6 +65,50 @@ def test_every_parameter_has_a_line_of_help(path):
     assert documented == set(inspect.signature(function_of(path)).parameters)
 
 
+HANDED_ON = {
+    "circuits": ("circuits.study:run_study", {"folder", "report"}),
+    "select": ("circuits.selection:select", {"contrast"}),
+    "fading": ("circuits.fading:measure_fading", {"contrast", "heads", "batch_size", "progress"}),
+}
+"""Commands that have options of a function, and the parameters that are none."""
+
+
+@pytest.mark.parametrize("name", HANDED_ON)
+def test_commands_have_the_options_of_a_function_with_their_help(name):
+    """Beside their own; a model's texts are `ContrastOptions`."""
+    path, without = HANDED_ON[name]
+    module, _, function = path.partition(":")
+    function = getattr(import_module(f"lapa2_interp.{module}"), function)
+    command = getattr(import_module("lapa2_interp.cli.circuits"), name)
+    arguments = inspect.signature(command).parameters
+    of_texts = {field.name: field.default for field in options.fields_of(options.ContrastOptions)}
+    for parameter in inspect.signature(function).parameters.values():
+        if parameter.name in without | {"model", *of_texts}:
+            assert parameter.name in {"model"} or parameter.name not in arguments
+            continue
+        assert arguments[parameter.name].default == parameter.default
+        assert get_args(arguments[parameter.name].annotation)[-1].help
+
+
+def test_texts_of_circuits_have_the_defaults_of_contrast_sets():
+    declared = inspect.signature(ContrastSet.of).parameters
+    for field in options.fields_of(options.ContrastOptions):
+        if field.name not in ("task", "prompt"):
+            assert declared[field.name].default == field.default
+
+
+def test_what_is_given_of_handed_on_options_is_given_to_the_command():
+    seen = {}
+
+    @hands_on("circuits.selection:select", without=("pro_aug",))
+    def command(model: str, /, *, seed: int = 3, options: functions.Values) -> None:
+        seen.update(options, model=model, seed=seed)
+
+    assert "pro_aug" not in inspect.signature(command).parameters
+    command("planted", heads=4, metric="js", positions="0,2-4", seed=3)
+    assert seen == {"model": "planted", "heads": 4, "positions": "0,2-4", "seed": 3}
+
+
 def test_every_setting_of_a_cell_is_an_option_of_generate():
     of_settings = {field.name for field in options.fields_of(options.SettingOptions)}
     of_bias = {field.name for field in options.fields_of(options.AugmentationOptions)}
@@ -98,6 +143,8 @@ def test_no_other_command_hands_all_of_its_parameters_on_one_by_one():
         (functions.TYPES["Count"], int),
         (functions.Sequence[str], tuple[str, ...]),
         (str | functions.Sequence[str], tuple[str, ...]),
+        (str | functions.Sequence[int], str),
+        (str | functions.Mapping[str, Any] | None, str | None),
         (functions.Mapping[str, Any] | None, tuple[str, ...]),
         (functions.Callable[[str], None], None),
         (Any | None, None),

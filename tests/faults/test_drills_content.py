@@ -97,9 +97,9 @@ def run(tmp_path_factory):
     ]
     assert main([str(word) for word in words]) == 0
     for file in run_folder.glob("cells/*/*.parquet"):
-        samples = pd.read_parquet(file)
-        samples["text"] = [TEXTS[row % len(TEXTS)] for row in range(len(samples))]
-        samples.to_parquet(file)
+        texts = pd.read_parquet(file)
+        texts["text"] = [TEXTS[row % len(TEXTS)] for row in range(len(texts))]
+        texts.to_parquet(file)
         record = file.with_suffix(".json")
         fields = json.loads(record.read_text())
         fields["sha256"][file.name] = sha256_of(file)
@@ -108,10 +108,10 @@ def run(tmp_path_factory):
 
 
 def test_a_run_keeps_hostile_texts(run):
-    samples = load_run(run).samples()
-    assert set(samples["text"]) == set(TEXTS)
-    assert set(samples["attribute"]) == {FORMULA_NAME, HTML_NAME}
-    assert set(samples["prompt"]) == {ESCAPES, HTML + TURNED, FORMULA, LATEX}
+    texts = load_run(run).texts()
+    assert set(texts["text"]) == set(TEXTS)
+    assert set(texts["attribute"]) == {FORMULA_NAME, HTML_NAME}
+    assert set(texts["prompt"]) == {ESCAPES, HTML + TURNED, FORMULA, LATEX}
 
 
 def test_runs_and_trace_show_hostile_labels_and_no_more(run, on_terminal, tmp_path):
@@ -188,7 +188,7 @@ def test_generate_prints_hostile_texts_and_writes_them_as_they_are(on_terminal, 
         "--prompt", ESCAPES, "--length", "60", "--device", "cpu", "--out", target,
     )  # fmt: skip
     assert "\\x1b[2J" in out
-    (text,) = load_run(target).samples()["text"]
+    (text,) = load_run(target).texts()["text"]
     assert text.startswith(ESCAPES)
 
 

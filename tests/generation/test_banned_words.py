@@ -114,7 +114,7 @@ def texts(method="prefix", attribute="a", bar=True, **settings):
     model = load("tiny-gpt2")
     banned = "own" if bar else "none"
     arguments = {"length": 28, "samples": 3, "trace": "none", "ban_words": banned} | settings
-    return generate(model, method, LETTERS, attribute, ["The lake", "z"], **arguments).samples
+    return generate(model, method, LETTERS, attribute, ["The lake", "z"], **arguments).texts
 
 
 @pytest.mark.parametrize(

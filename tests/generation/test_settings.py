@@ -128,7 +128,7 @@ def test_a_word_that_means_something_else_is_no_label(label, tmp_path, capsys):
 
 def test_a_prefix_needs_no_task():
     run = generate("tiny-gpt2", "The lake", prefix="Very formal:", alpha=[0, 0.5], length=16)
-    assert list(run.samples()["arm"]) == ["baseline", "alpha 0.5 paper"]
+    assert list(run.texts()["arm"]) == ["baseline", "alpha 0.5 paper"]
     cell = next(iter(run.by_key.values()))
     assert cell.branches[0].prefix == "Very formal:"
     assert (cell.task.name, cell.attribute, cell.prompts) == ("custom", "custom", ("The lake",))
@@ -155,13 +155,13 @@ def test_lists_are_arms_and_their_product_is_one_run():
         trace="pooled",
     )
     assert len(run.by_key) == 6
-    assert len(run.samples()) == 12
+    assert len(run.texts()) == 12
     steps = run.steps()
     assert set(steps["arm"]) == set(run.cells["arm"])
     assert {"method", "attribute", "cell"} <= set(steps)
     one = run.select(arm="baseline", seed=2)
     assert len(one.by_key) == 1
-    assert run.select(key=next(iter(one.by_key))).samples().equals(one.samples())
+    assert run.select(key=next(iter(one.by_key))).texts().equals(one.texts())
 
 
 def test_a_list_in_a_dict_is_an_axis_and_a_tuple_is_one_value():

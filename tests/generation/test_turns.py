@@ -8,7 +8,7 @@ import torch
 from conftest import load
 
 from lapa2_interp import Augmentation, augmented, generate, load_run
-from lapa2_interp._util.errors import AugmentationError, LayoutError, MethodError, TaskError
+from lapa2_interp._util.errors import LayoutError
 from lapa2_interp.attention.trace import SUMS
 from lapa2_interp.bias.layout import Layout
 from lapa2_interp.cli.app import main
@@ -20,9 +20,9 @@ from lapa2_interp.models.card import model_card
 from lapa2_interp.report.viewer import view
 from lapa2_interp.runs import worker
 from lapa2_interp.runs.engines import InProcess
+from lapa2_interp.runs.fill import fill_run
 from lapa2_interp.runs.grid import Grid
 from lapa2_interp.runs.score import score
-from lapa2_interp.runs.sweep import sweep
 from lapa2_interp.scoring.human import make_sheets
 
 TEMPLATE = (
@@ -53,7 +53,7 @@ def answers(model, task=None, rule=None, **settings):
     """Samples and trace of chats."""
     settings = {"length": 4, "seed": 3, "augmentation": rule or "none"} | settings
     run = generate(model, method="chat", task=task or script_task(), **settings)
-    return run.samples(), run.trace()
+    return run.texts(), run.trace()
 
 
 def sums_of(trace):
@@ -62,30 +62,30 @@ def sums_of(trace):
 
 def test_a_row_is_an_answer_with_its_turn_its_message_and_all_keys_before_it(chatting):
     for parameters in ({}, KEPT):
-        samples, trace = answers(chatting, rule=LAST, parameters=parameters)
-        assert samples["turn"].tolist() == [1, 2, 3] * 3
-        assert samples["prompt"].tolist() == [script for script in SCRIPTS for _ in range(3)]
-        assert samples["message"].tolist() == "\n".join(SCRIPTS).splitlines()
-        assert trace["turn"].to_numpy().tolist() == samples["turn"].tolist()
-        for i, row in samples.iterrows():
+        texts, trace = answers(chatting, rule=LAST, parameters=parameters)
+        assert texts["turn"].tolist() == [1, 2, 3] * 3
+        assert texts["prompt"].tolist() == [script for script in SCRIPTS for _ in range(3)]
+        assert texts["message"].tolist() == "\n".join(SCRIPTS).splitlines()
+        assert trace["turn"].to_numpy().tolist() == texts["turn"].tolist()
+        for i, row in texts.iterrows():
             # l with BOS counts the conversation, the query's own key included.
             assert trace["l_kv"][0, i, 0] == len(row["context"])
             text = chatting.tokenizer.decode(row["context"])
             assert text.endswith(f"[user]{row['message']}[assistant]")
-        assert samples["variant"].str.contains("keep_turns=True").all() == bool(parameters)
+        assert texts["variant"].str.contains("keep_turns=True").all() == bool(parameters)
         total = sum(trace[name] for name in ("bos", "prefix", "prompt", "generated"))
         assert np.abs(total - 1).max() < 1e-5
 
 
 def test_a_turn_read_again_is_a_chat_of_its_own(chatting):
     """The chat whose messages are written out draws the same tokens, with the same attention."""
-    samples, trace = answers(chatting, rule=LAST, samples=2)
-    assert len(samples) == 18
+    texts, trace = answers(chatting, rule=LAST, samples=2)
+    assert len(texts) == 18
     for turn in (2, 3):
-        rows = samples[(samples["turn"] == turn) & (samples["sample"] == 0)]
+        rows = texts[(texts["turn"] == turn) & (texts["sample"] == 0)]
         for i, row in rows.iterrows():
             lines, chat = row["prompt"].splitlines(), FORM[:1]
-            before = samples[(samples["prompt"] == row["prompt"]) & (samples["sample"] == 0)]
+            before = texts[(texts["prompt"] == row["prompt"]) & (texts["sample"] == 0)]
             for line, answer in zip(lines, before["continuation"][: turn - 1], strict=False):
                 chat = [*chat, {"role": "user", "content": line}]
                 chat.append({"role": "assistant", "content": answer})
@@ -158,15 +158,15 @@ def test_kept_answers_are_drawn_from_one_pass_over_the_chat(chatting, monkeypatc
     ends = tuple(range(100, 160))
     monkeypatch.setattr(chatting, "lapa2_card", card.model_copy(update={"end_ids": ends}))
     asked = {"parameters": KEPT, "length": 6, "eos": eos, "top_k": 1}
-    samples, trace = answers(chatting, rule=LAST, **asked)
-    lengths = samples["n_tokens"].tolist()
+    texts, trace = answers(chatting, rule=LAST, **asked)
+    lengths = texts["n_tokens"].tolist()
     assert (len(set(lengths)) > 2) == (eos == "stop"), lengths
-    for i, row in samples.iterrows():
-        chat = samples[(samples["prompt"] == row["prompt"]) & (samples["turn"] <= row["turn"])]
+    for i, row in texts.iterrows():
+        chat = texts[(texts["prompt"] == row["prompt"]) & (texts["turn"] <= row["turn"])]
         logits = one_pass(chatting, row, chat, LAST)
         assert logits.argmax(1).tolist() == list(row["tokens"])
         if row["turn"] > 1:
-            before = samples.loc[i - 1]
+            before = texts.loc[i - 1]
             n = before["n_tokens"] - (before["finish"] == "end")  # no end token is kept
             between = f"[user]{row['message']}[assistant]"
             ids = chatting.tokenizer(between, add_special_tokens=False).input_ids
@@ -174,7 +174,7 @@ def test_kept_answers_are_drawn_from_one_pass_over_the_chat(chatting, monkeypatc
     for number, script in enumerate(SCRIPTS):
         alone, of_alone = answers(chatting, script_task([script]), LAST, **asked)
         rows = slice(3 * number, 3 * number + 3)
-        assert alone["tokens"].tolist() == samples["tokens"][rows].tolist()
+        assert alone["tokens"].tolist() == texts["tokens"][rows].tolist()
         n = of_alone.sizes["step"]
         np.testing.assert_allclose(
             sums_of(of_alone)[:, 0], sums_of(trace)[:, 0, rows, :n], atol=1e-6
@@ -188,13 +188,13 @@ def test_a_turn_may_add_one_token(chatting, monkeypatch):
     monkeypatch.setattr(chatting, "lapa2_card", card)
     form = [FORM[0], {"role": "user", "content": "Why?"}]
     asked = {"parameters": KEPT, "eos": "stop", "rule": LAST, "top_k": 1}
-    samples, _ = answers(chatting, chat_task(form, later=["?", "!"]), **asked)
-    assert samples["finish"].tolist() == ["end"] * 3
-    assert list(map(chatting.tokenizer.decode, samples["context"])) == [
+    texts, _ = answers(chatting, chat_task(form, later=["?", "!"]), **asked)
+    assert texts["finish"].tolist() == ["end"] * 3
+    assert list(map(chatting.tokenizer.decode, texts["context"])) == [
         "Be brief.Why?", "Be brief.Why??", "Be brief.Why??!",
     ]  # fmt: skip
-    for i, row in samples.iterrows():
-        logits = one_pass(chatting, row, samples.loc[:i], LAST)
+    for i, row in texts.iterrows():
+        logits = one_pass(chatting, row, texts.loc[:i], LAST)
         assert logits.argmax(1).tolist() == list(row["tokens"])
 
 
@@ -202,9 +202,9 @@ def test_a_phrase_that_an_answer_repeats_is_that_of_the_first_messages(chatting)
     form = [{"role": "user", "content": "Say rain."}]
     task = chat_task(form, "phrase:rain", later=["Why rain?"])
     for parameters in ({}, KEPT):
-        samples, trace = answers(chatting, task, LAST, parameters=parameters)
+        texts, trace = answers(chatting, task, LAST, parameters=parameters)
         assert trace["l_pre"].to_numpy().tolist() == [[4, 4]]
-        assert samples["message"].tolist() == ["Say rain.", "Why rain?"]
+        assert texts["message"].tolist() == ["Say rain.", "Why rain?"]
 
 
 def test_templates_that_write_earlier_turns_otherwise_can_only_be_read_again(chatting):
@@ -216,57 +216,20 @@ def test_templates_that_write_earlier_turns_otherwise_can_only_be_read_again(cha
     # White space in front of an answer is left to the model.
     spaced = TEMPLATE.replace("]{{ m", "] {{ m")
     chatting.tokenizer.chat_template = spaced
-    samples, _ = answers(chatting, parameters=KEPT)
-    assert chatting.tokenizer.decode(samples["context"][1]).endswith("[user] And snow?[assistant]")
-
-
-@pytest.mark.parametrize(
-    ("settings", "error", "problem"),
-    [
-        ({"samples": 2}, MethodError, "goes on from one sample of each prompt, and samples is 2"),
-        ({"task": chat_task(FORM, prompts=SCRIPTS)}, MethodError, "the chat has one answer"),
-        ({"method": "prefix", "task": "sentiment"}, MethodError, "method 'prefix': .*keep_turns"),
-        ({"length": 700}, LayoutError, "before the last of 3 answers and 700 new ones exceed"),
-        (
-            {"rule": Augmentation(alpha=1, law="ratio", tau=0.9, pooled=True)},
-            AugmentationError,
-            "a pooled law reads all queries of a pass",
-        ),
-    ],
-)
-def test_what_kept_turns_cannot_have_is_refused(chatting, settings, error, problem):
-    settings = {"method": "chat", "task": script_task(), "parameters": KEPT} | settings
-    settings["augmentation"] = settings.pop("rule", "none")
-    with pytest.raises(error, match=problem):
-        generate(chatting, length=settings.pop("length", 4), **settings)
-
-
-def test_chats_that_outgrow_the_context_while_they_run_are_refused(chatting, monkeypatch):
-    """Texts of bytes that are no character have more tokens when they are read again; and a row
-    that reads fewer tokens than others runs on beside them."""
-    monkeypatch.setattr(chatting.cfg, "n_ctx", 70)
-    with pytest.raises(LayoutError, match="turn 2 begins after .* give a shorter length"):
-        answers(chatting)
-    monkeypatch.setattr(chatting.cfg, "n_ctx", 45)
-    with pytest.raises(LayoutError, match="a batch of chats reads up to .* smaller max_rows"):
-        answers(chatting, parameters=KEPT)
+    texts, _ = answers(chatting, parameters=KEPT)
+    assert chatting.tokenizer.decode(texts["context"][1]).endswith("[user] And snow?[assistant]")
 
 
 def test_pages_and_sheets_take_a_chat_of_several_turns(chatting, tmp_path):
     run = generate(chatting, method="chat", task=script_task(), parameters=KEPT, length=4, seed=3,
                    alpha=[0, 0.7])  # fmt: skip
     shown = view(run, prompt=SCRIPTS[1], model=chatting)
-    first = run.samples().query("prompt == @SCRIPTS[1] and turn == 1")
+    first = run.texts().query("prompt == @SCRIPTS[1] and turn == 1")
     assert [arm.tokens for arm in shown.text.arms] == [*map(tuple, first["tokens"])]
-    assert len(make_sheets(run.samples(), tmp_path / "sheets", n_texts=6)) == 6
+    assert len(make_sheets(run.texts(), tmp_path / "sheets", n_texts=6)) == 6
     table = run.steps()
     assert table.groupby(["arm", "turn"]).ngroups == 6
     assert run.attention(arm="baseline").n_untraced == 0
-
-
-def test_a_prompt_has_as_many_lines_as_the_chat_asks_for(chatting):
-    with pytest.raises(TaskError, match=r"asks for \{prompt:3\}, and prompt 'Why.* has 2 lines"):
-        answers(chatting, script_task(["Why?\nAnd snow?"]))
 
 
 def test_kept_turns_take_the_usual_steps(monkeypatch, capsys):
@@ -302,7 +265,7 @@ def test_a_sweep_that_is_killed_between_turns_gives_the_same_bytes(chatting, tmp
 
     def make(folder):
         with InProcess() as engine:
-            return sweep(folder, [grid], engine, notify=lambda text: None)
+            return fill_run(folder, [grid], engine, notify=lambda text: None)
 
     make(tmp_path / "whole")
 

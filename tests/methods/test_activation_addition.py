@@ -12,8 +12,8 @@ from lapa2_interp import Augmentation, Layout, augmented, load_model
 from lapa2_interp._util.errors import DeadHookError, MethodError, ModelError, TaskError
 from lapa2_interp.attention import cache
 from lapa2_interp.attention.cache import RecomputedRows, RereadRows, new_rows
+from lapa2_interp.attention.continued_rows import continued_rows
 from lapa2_interp.attention.residual import edited_residual, mean_residual, shifted_residual
-from lapa2_interp.attention.static_rows import continued
 from lapa2_interp.bias.layout import left_pad
 from lapa2_interp.generation.sampling import draw, uniforms
 from lapa2_interp.methods import registry as methods
@@ -88,7 +88,7 @@ def test_texts_are_those_of_the_formula(tiny, of_class, file, with_prefix):
             assert torch.allclose(computed[layer], vector, rtol=0, atol=1e-5)
     assert list(computed) == [1, 3]
     blocks = next(m for m in network.modules() if isinstance(m, torch.nn.ModuleList))
-    for sample in made.samples.itertuples():
+    for sample in made.texts.itertuples():
         uniform = uniforms(5, sample.prompt, sample.sample, 20)
         layout = Layout.of(model.tokenizer, prefixes[0] if with_prefix else None, sample.prompt)
         start = len(layout) - 1
@@ -124,9 +124,9 @@ def test_strength_0_is_no_steering_bit_for_bit(tiny, of_class, with_prefix, same
         generate(model, method, task, "positive", PROMPTS, augmentation=rule, **settings)
         for method in (nothing, methods.get(same), steered)
     )
-    assert mine.samples.equals(plain.samples)
+    assert mine.texts.equals(plain.texts)
     assert mine.trace.equals(plain.trace)
-    assert not moved.samples.equals(plain.samples)
+    assert not moved.texts.equals(plain.texts)
 
 
 @torch.no_grad()
@@ -159,7 +159,7 @@ def test_cached_passes_are_one_pass(tiny, of_class, way, monkeypatch):
             logits = [state.prompt_pass(padded)[:, -1]]
         index, n = torch.arange(2), TOKENS.shape[1]
         capacity = len(padded[0]) + n
-        with continued(model, state, index, capacity, [None, None], padded, None) as more:
+        with continued_rows(model, state, index, capacity, [None, None], padded, None) as more:
             logits += [more.read_tokens(step)[:, -1].clone() for step in TOKENS.split(1, dim=1)]
     model.static = False
     atol = 1e-5 if of_class == "HookedTransformer" else 1e-9

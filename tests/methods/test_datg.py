@@ -216,7 +216,7 @@ def test_datg_generates_with_words_of_its_own(form):
     prepared, trace = run.manifest(keys[0]).prepared, run.trace(keys[0])
     assert list(prepared) == list(prompts)
     assert all(summary["positive"] for summary in prepared.values())
-    assert set(run.samples()["finish"]) == {"length"}
+    assert set(run.texts()["finish"]) == {"length"}
     if form == "L":
         assert (trace["l_pre"] == 0).all()
         return
@@ -242,7 +242,7 @@ def test_no_text_shares_its_random_numbers_with_a_draft():
     made = generate(
         model, method, task, "nontoxic", ["The sea"], length=12, samples=5, seed=1, eos="stop"
     )
-    assert not set(drafts) & set(made.samples["continuation"])
+    assert not set(drafts) & set(made.texts["continuation"])
 
 
 def test_too_long_drafts_and_unfit_scorers_are_found_before_drafting(cache):

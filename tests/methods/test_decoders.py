@@ -63,7 +63,7 @@ def test_the_hidden_prefix_of_spa_is_masked_and_keeps_its_positions(name):
     method = methods.get("spa", omega=0.0)  # the masked branch alone decides
     made = generate(model, method, "sentiment", "positive", ["The lake"], **settings)
     layout = Layout.of(model.tokenizer, "Very positive:", "The lake")
-    new = [int(token) for token in made.samples["tokens"][0]]
+    new = [int(token) for token in made.texts["tokens"][0]]
     ids = torch.tensor([[*layout.ids, *new]])
     mask = torch.ones_like(ids)
     mask[0, slice(*layout.prefix)] = 0
@@ -512,8 +512,8 @@ def test_every_decoder_generates_with_and_without_lapa2(name, task, attribute, m
     for alpha in (0.0, method.alpha):
         settings = {"augmentation": Augmentation(alpha=alpha), "length": length, "trace": "pooled"}
         made = generate(model, method, task, attribute, task.prompts.texts[:2], **settings)
-        texts[alpha] = made.samples["text"].tolist()
-        assert made.samples["finish"].tolist() == ["length"] * 2
+        texts[alpha] = made.texts["text"].tolist()
+        assert made.texts["finish"].tolist() == ["length"] * 2
         assert made.trace["branch"].values.tolist() == [
             branch.name for branch in method.branches(task, attribute)
         ]
@@ -555,7 +555,7 @@ def test_a_refused_token_leaves_its_place_to_the_next_ones(name, settings, own_c
                    length=14, samples=3, eos="block", alpha=0)  # fmt: skip
     ends = model_card(model).end_ids
     survivor = next(token for token in range(300) if token not in ends)
-    real = loop._log_probs_by_branch
+    real = loop.log_probs_by_branch
 
     def nearly_ended(logits, branches):
         made = torch.full_like(logits, -20.0)
@@ -565,6 +565,6 @@ def test_a_refused_token_leaves_its_place_to_the_next_ones(name, settings, own_c
 
     todo = plan_batches(model, cell, context=ModelContext(model))
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(loop, "_log_probs_by_branch", nearly_ended)
+        patched.setattr(loop, "log_probs_by_branch", nearly_ended)
         made = decode_plan(model, todo)
-    assert all(set(tokens) == {survivor} for tokens in made.samples["tokens"])
+    assert all(set(tokens) == {survivor} for tokens in made.texts["tokens"])

@@ -134,7 +134,7 @@ def test_freectrl_against_its_definition(words_model, word_file):
         for layer, neuron in table[tokens.index(token)].tolist():
             centre.setdefault(layer, set()).add(neuron)
     weights = []
-    for sample in made.samples.itertuples():
+    for sample in made.texts.itertuples():
         text, uniform = context.ids(sample.prompt), uniforms(5, sample.prompt, sample.sample, 20)
         branch = Layout.of(model.tokenizer, None, sample.prompt)
         for t, token in enumerate(sample.tokens):
@@ -180,7 +180,7 @@ def test_reading_again_changes_nothing_by_itself(words_model, word_file):
         generate(words_model, decoder, task, "positive", prompts, **settings)
         for decoder in (NoControl(), method)
     )
-    assert cached.samples.equals(again.samples)
+    assert cached.texts.equals(again.texts)
     for name in set(cached.trace.data_vars) - {"prefix_tokens"}:
         a, b = cached.trace[name].to_numpy(), again.trace[name].to_numpy()
         assert np.nanmax(np.abs(a - b)) < 1e-6, name
@@ -206,16 +206,16 @@ def test_refused_texts_are_drawn_again_with_other_numbers(words_model, word_file
         trials.append(generate(words_model, method, task, "positive", prompts, **settings))
     chosen = []
     for row in range(10):
-        tokens = [drawn.samples["tokens"][row] for drawn in trials]
+        tokens = [drawn.texts["tokens"][row] for drawn in trials]
         assert tokens[0] != tokens[1] != tokens[2]
         chosen.append(next((i for i in (0, 1) if tokens[i][-1] % 2 == 0), 2))
-        assert made.samples["tokens"][row] == tokens[chosen[-1]]
+        assert made.texts["tokens"][row] == tokens[chosen[-1]]
         for name in ("bos", "generated"):
             mine, own = (batch.trace[name].isel(sample=row) for batch in (made, trials[chosen[-1]]))
             assert np.nanmax(np.abs(mine.to_numpy() - own.to_numpy())) < 1e-9
     assert set(chosen) == {0, 1, 2}
-    assert made.samples[["prompt", "sample"]].equals(trials[0].samples[["prompt", "sample"]])
-    assert made.trace["prompt_text"].values.tolist() == made.samples["prompt"].tolist()
+    assert made.texts[["prompt", "sample"]].equals(trials[0].texts[["prompt", "sample"]])
+    assert made.trace["prompt_text"].values.tolist() == made.texts["prompt"].tolist()
 
 
 def test_a_hooked_transformer_reads_as_many_rows_as_memory_has(words_model, word_file, monkeypatch):
@@ -235,7 +235,7 @@ def test_a_hooked_transformer_reads_as_many_rows_as_memory_has(words_model, word
     monkeypatch.setattr(RecomputedRows, "expand", counted)
     in_parts = generate(words_model, *asked, length=10, samples=3)
     assert read == [4, 2]
-    assert in_parts.samples.equals(at_once.samples)
+    assert in_parts.texts.equals(at_once.texts)
 
 
 def test_freectrl_draws_until_its_authors_test_is_passed(words_model, word_file):
@@ -254,9 +254,9 @@ def test_freectrl_draws_until_its_authors_test_is_passed(words_model, word_file)
         }
         return sim["positive"] / sim["negative"] > 1.0
 
-    first = generate(words_model, every, task, "positive", prompts, **settings).samples
+    first = generate(words_model, every, task, "positive", prompts, **settings).texts
     until = dataclasses.replace(every, accept="score", trials=40)
-    chosen = generate(words_model, until, task, "positive", prompts, **settings).samples
+    chosen = generate(words_model, until, task, "positive", prompts, **settings).texts
     before, after = ([passes(row) for row in table.itertuples()] for table in (first, chosen))
     assert not all(before)
     assert all(after)
@@ -285,7 +285,7 @@ def test_an_empty_centre_is_the_raw_model(words_model, word_file):
     prompts = ["The lake", "The horse and the"]
     mine = generate(words_model, method, task, "negative", prompts, **settings)
     raw = generate(words_model, methods.get("none"), task, "negative", prompts, **settings)
-    assert mine.samples["tokens"].tolist() == raw.samples["tokens"].tolist()
+    assert mine.texts["tokens"].tolist() == raw.texts["tokens"].tolist()
 
 
 def test_freectrl_refuses_noise_that_leaves_no_word_and_an_augmentation(words_model, word_file):

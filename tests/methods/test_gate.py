@@ -38,7 +38,7 @@ def test_its_ends_are_the_prefix_with_and_without_steering(tiny, model_class):
 
     def texts(method, augmentation):
         asked = model, method, task, "positive", PROMPTS
-        return generate(*asked, augmentation=augmentation, **SETTINGS).samples["tokens"].tolist()
+        return generate(*asked, augmentation=augmentation, **SETTINGS).texts["tokens"].tolist()
 
     plain, steered = texts(prefix, None), texts(prefix, rule)
     assert plain != steered
@@ -55,7 +55,7 @@ def test_greedy_texts_are_directers(tiny):
     made = generate(model, methods.get("gate"), task, "positive", PROMPTS, length=20, top_k=1,
                     augmentation=recipe("key-scale", beta=4), trace="none")  # fmt: skip
     refused = 0
-    for sample in made.samples.itertuples():
+    for sample in made.texts.itertuples():
         layout = Layout.of(model.tokenizer, task.prefix("positive"), sample.prompt)
         prefix = slice(*layout.prefix)
 
@@ -73,4 +73,4 @@ def test_greedy_texts_are_directers(tiny):
                 refused += 1
                 wanted = int(raw.argmax())
             assert token == wanted
-    assert 0 < refused < made.samples["n_tokens"].sum()
+    assert 0 < refused < made.texts["n_tokens"].sum()

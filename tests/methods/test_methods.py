@@ -421,8 +421,8 @@ def test_every_method_and_task_of_the_paper_generates_with_and_without_lapa2(
     for alpha in (0.0, method.alpha):
         settings = {"augmentation": Augmentation(alpha=alpha), "length": length, "trace": "pooled"}
         made = generate(model, method, task, attribute, task.prompts.texts[:2], **settings)
-        texts[alpha] = made.samples["text"].tolist()
-        assert made.samples["finish"].tolist() == ["length"] * 2
+        texts[alpha] = made.texts["text"].tolist()
+        assert made.texts["finish"].tolist() == ["length"] * 2
         assert model_card(model).name == "tiny-llama" or all(
             len(text.split()) > 3 for text in texts[alpha]
         )
@@ -438,10 +438,10 @@ def test_texts_that_run_out_of_tokens_are_kept():
     model, task = load("tiny-gpt2"), load_task("sentiment")
     method = methods.get("air-decoding", omega=1e6, numerics="released")
     made = generate(model, method, task, "positive", ["The lake", "The sea"], length=40)
-    assert set(made.samples["finish"]) == {"empty"}
-    for sample in made.samples.itertuples():
+    assert set(made.texts["finish"]) == {"empty"}
+    for sample in made.texts.itertuples():
         assert len(sample.tokens) == sample.n_tokens < 40 - len(sample.prompt)
         assert sample.text.startswith(sample.prompt)
     enough = methods.get("air-decoding", omega=1e6)
     made = generate(model, enough, task, "positive", ["The lake"], length=40)
-    assert "empty" not in set(made.samples["finish"])
+    assert "empty" not in set(made.texts["finish"])

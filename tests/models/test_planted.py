@@ -8,9 +8,8 @@ import torch
 from conftest import MODEL_CLASSES, generate, load
 
 from lapa2_interp import Augmentation, Layout, augmented, load_model
-from lapa2_interp._util.errors import ModelError
 from lapa2_interp.models import model_card
-from lapa2_interp.models.liveness import HOOK_PATTERN
+from lapa2_interp.models.hook_names import HOOK_PATTERN
 from lapa2_interp.models.planted import (
     CIRCUITS,
     FILLERS,
@@ -228,13 +227,5 @@ def test_it_is_a_model_like_others():
     assert model_card(model).name == "planted-gpt2:2"
     assert model_size("planted").n_heads == 4
     run = generate(model, "prefix", "sentiment", "positive", ["The lake"], length=12, samples=3)
-    words = {word for text in run.samples.continuation for word in text.split()}
+    words = {word for text in run.texts.continuation for word in text.split()}
     assert words <= {word.strip() for word in (*FILLERS, *POSITIVE, *NEGATIVE)}
-    for name, message in {
-        "planted-x": "planted models: planted, planted-gpt2",
-        "planted:x": "with a seed as planted:3",
-    }.items():
-        with pytest.raises(ModelError, match=message):
-            load_model(name)
-    with pytest.raises(ModelError, match="a seed belongs to a planted model"):
-        load_model("tiny-gpt2", seed=1)

@@ -106,7 +106,7 @@ def cell(model, prompts, rule=RULE, method="prefix", **settings):
 
 
 def tokens_of(made):
-    return made.samples["tokens"].map(list).tolist()
+    return made.texts["tokens"].map(list).tolist()
 
 
 def prompt_of(model, n):
@@ -250,7 +250,7 @@ def test_a_chat_lies_on_one_side(model, monkeypatch):
     form = [{"role": "system", "content": "good"}, {"role": "user", "content": "{prompt}"}]
     task = chat_task(form, prompts=[SHORT, LONG])
     made = continue_chat(model, task, RULE, length=4, top_k=1)
-    for prompt, tokens in zip(made.samples["prompt"], tokens_of(made), strict=True):
+    for prompt, tokens in zip(made.texts["prompt"], tokens_of(made), strict=True):
         messages = [form[0], form[1] | {"content": prompt}]
         assert tokens == fresh(model, Layout.of_chat(model.tokenizer, messages), tokens)
     with pytest.raises(LayoutError, match="'abc' under chat: passes of"):

@@ -32,7 +32,7 @@ def curves(request):
         trace="pooled",
     )
     layouts = [Layout.of(model.tokenizer, task.prefix("positive"), prompt) for prompt in prompts]
-    texts = base.samples["tokens"].tolist()
+    texts = base.texts["tokens"].tolist()
     read = {
         arm: teacher_forced(model, layouts, texts, rule, trace="pooled")
         for arm, rule in {

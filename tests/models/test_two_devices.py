@@ -209,7 +209,7 @@ def test_two_devices_make_the_texts_and_traces_of_one(
         prompts, pairs = ("The lake", "A lake"), ((0, 1), (3, 2))
         todo = plan(model, chosen, task, "positive", prompts, rule, 11, 2, patterns=pairs)
         made.append(decode_plan(model, todo))
-    assert made[0].samples.equals(made[1].samples)
+    assert made[0].texts.equals(made[1].texts)
     assert made[0].trace.equals(made[1].trace)
 
 

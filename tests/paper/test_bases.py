@@ -100,8 +100,8 @@ def test_a_difference_is_that_of_the_texts(run):
     for key, cell in opened.by_key.items():
         for bias in cell.active_augmentations:
             if cell.method == "air-decoding" and bias.alpha == 0.8:
-                samples = opened.samples([key])
-                for attribute, prompt, text in samples[["attribute", "prompt", "text"]].to_numpy():
+                texts = opened.texts([key])
+                for attribute, prompt, text in texts[["attribute", "prompt", "text"]].to_numpy():
                     (probabilities,) = scorer.score([TextItem(text)])
                     label = scorer.columns[probabilities.index(max(probabilities))]
                     rows.append((bias.heads == ((0, 1), (1, 0)), prompt, label == attribute))

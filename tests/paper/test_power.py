@@ -5,7 +5,6 @@ import pandas as pd
 import pytest
 from scipy.stats import t as student
 
-from lapa2_interp._util.errors import DataError
 from lapa2_interp.cli.app import main
 from lapa2_interp.paper.claims import ItemClaims
 from lapa2_interp.paper.power import (
@@ -157,18 +156,12 @@ def test_perplexity_reads_the_first_texts_of_each_prompt(tmp_path):
 def test_claims_of_other_grids_are_left_out(grid):
     asked = claims((3.0, 1.5, 0.6))
     assert len(power_table(grid, pd.concat([asked, asked.assign(grids="another")]))) == 1
-    with pytest.raises(DataError, match="no claim of an item of mine has a number .*tables/"):
-        power_table(grid, asked.assign(grids="another"))
-    with pytest.raises(DataError, match="no claim"):
-        power_table(grid, asked.assign(error=np.nan))
 
 
 def test_claims_without_spread_are_left_out_and_counted(grid):
     table = power_table(grid, claims((3.0, 1.5, 0.6), (0.0, 0.0, np.nan)))
     assert table["claim"].tolist() == ["claim 0"]
     assert "left out: 1 claim whose prompts all differed by the same" in summarize_power(table)
-    with pytest.raises(DataError, match="1 claim without spread"):
-        power_table(grid, claims((0.0, 0.0, np.nan)))
 
 
 def test_what_two_items_compare_is_in_both_and_missing_claims_count(grid):

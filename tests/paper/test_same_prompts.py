@@ -7,7 +7,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from lapa2_interp.scoring.registry import ScorerOptions, score_samples
+from lapa2_interp.scoring.registry import ScorerOptions, score_texts
 from lapa2_interp.scoring.scorer import ScoreCache
 
 SCRIPT = runpy.run_path(
@@ -34,7 +34,7 @@ def test_means_and_differences_are_those_of_the_scores(texts, tmp_path, scorer):
     perplexity = scorer != "repetition"
     with ScoreCache(tmp_path) as cache:
         compared = SCRIPT["compare"]("sentiment", scorer, texts, cache)
-        scores = score_samples(texts, [scorer], ScorerOptions(task="sentiment"), cache)
+        scores = score_texts(texts, [scorer], ScorerOptions(task="sentiment"), cache)
     values = pd.to_numeric(scores["value"])
     values = np.log(values) if perplexity else values
     means = values.groupby([scores["method"], scores["arm"]]).mean()

@@ -71,12 +71,43 @@ def test_an_imported_prefix_decodes_as_peft_does(tmp_path):
     method = methods.get("prefix", prefixes=str(tmp_path / "set"))
     ours = generate(
         model, method, load_task("sentiment"), "positive", ["The lake"], length=24, top_k=1
-    ).samples["tokens"][0]
+    ).texts["tokens"][0]
     ids = Layout.of(model.tokenizer, None, "The lake").tensor
     for token in ours:
         with torch.no_grad():
             assert theirs(ids).logits[0, -1].argmax() == token
         ids = torch.cat([ids, torch.tensor([[token]])], dim=1)
+
+
+@PEFTS_OWN
+@pytest.mark.parametrize("name", ["tiny-gpt2", "tiny-llama"])
+def test_peft_loads_what_is_written_for_it(name, tmp_path):
+    """Equal logits in PEFT's own model, and the same prefix when it is read back."""
+    from peft import PeftModel
+
+    model = load(name)
+    prefix = soft_prefix(model, slots=5, shifted=True)
+    prefix.to_peft(tmp_path / "adapter")
+    network, _, _ = load_transformers(name, "float32")
+    theirs = PeftModel.from_pretrained(network, str(tmp_path / "adapter")).eval()
+    branch = Layout.of(model.tokenizer, None, "The lake is", soft=5)
+    with torch.no_grad():
+        expected = theirs(branch.tensor).logits[0]
+        logits = model(**soft_inputs(model, [branch], [prefix]))[0]
+    assert (logits - expected).abs().max() < 1e-5
+    again = import_prefix(tmp_path / "adapter", model, "sentiment", "positive", "again")
+    assert torch.equal(again.keys, prefix.keys)
+    assert torch.equal(again.values, prefix.values)
+    prefix.to_peft(tmp_path / "named", "me/another")
+    with pytest.raises(PrefixError, match="was trained for me/another"):
+        import_prefix(tmp_path / "named", model, "sentiment", "positive", "again")
+
+
+def test_peft_takes_no_prefix_with_unshifted_positions(tmp_path):
+    prefix = soft_prefix(load("tiny-gpt2"), slots=2, shifted=False)
+    with pytest.raises(PrefixError, match="in PEFT they start after the slots"):
+        prefix.to_peft(tmp_path / "adapter")
+    assert not (tmp_path / "adapter").exists()
 
 
 def air_checkpoint(model, numbers=(0, 3), slots=5, middle=6):

@@ -144,7 +144,7 @@ def test_rows_of_a_batch_equal_each_row_alone(tiny, tmp_path):
     folder = soft_set(tmp_path, model, SENTIMENT)
     settings = {"augmentation": Augmentation(alpha=1), "samples": 4, "length": 22, "trace": "none"}
     together, alone = (
-        made(model, folder, max_rows=rows, **settings).samples["text"].tolist() for rows in (120, 1)
+        made(model, folder, max_rows=rows, **settings).texts["text"].tolist() for rows in (120, 1)
     )
     assert together == alone
     assert len(set(together)) == 8
@@ -208,10 +208,10 @@ def test_a_saved_prefix_gives_identical_tokens(tiny, tmp_path):
     assert torch.equal(again.values, prefix.values)
     assert again.card == saved.card == prefix.card.model_copy(update={"sha256": saved.card.sha256})
     save_prefix(again, tmp_path / "b", "float32")
-    texts = [made(model, tmp_path / name).samples["tokens"].tolist() for name in ("a", "b")]
+    texts = [made(model, tmp_path / name).texts["tokens"].tolist() for name in ("a", "b")]
     assert texts[0] == texts[1]
     save_prefix(soft_prefix(model, seed=9), tmp_path / "other", "float32")
-    assert made(model, tmp_path / "other").samples["tokens"].tolist() != texts[0]
+    assert made(model, tmp_path / "other").texts["tokens"].tolist() != texts[0]
 
 
 def test_cards_name_the_run(tmp_path):
@@ -305,7 +305,7 @@ def test_prompts_of_one_length_share_a_batch_under_a_sliding_window(tmp_path):
     texts = [
         generate(
             model, method, SENTIMENT, "positive", prompts, **settings, **more
-        ).samples["text"].tolist()
+        ).texts["text"].tolist()
         for more in ({}, {"max_rows": 1})
     ]  # fmt: skip
     assert texts[0] == texts[1]

@@ -71,7 +71,7 @@ def test_shipped_prefixes_steer(tmp_path):
                 model, methods.get_for_task("prefix", task), task, attribute, ["In summary"], length=16, samples=2, trace="pooled",
                 augmentation=Augmentation(alpha=alpha),
             )  # fmt: skip
-            texts[attribute, alpha] = run.samples["text"].tolist()
+            texts[attribute, alpha] = run.texts["text"].tolist()
             assert run.trace.sizes["prefix_token"] == 20
     assert len({tuple(drawn) for drawn in texts.values()}) == 4
     assert model_card(model).name == "smollm2-135m"

@@ -25,13 +25,13 @@ from lapa2_interp.paper.gallery import Gallery, gallery_run
 from lapa2_interp.report import run_page
 from lapa2_interp.report.intervals import interval_svg, shared_scale
 from lapa2_interp.report.run_page import run_report
-from lapa2_interp.report.run_texts import MASS_UNIT
+from lapa2_interp.report.run_texts import MASS_SCALE
 from lapa2_interp.runs import store
 from lapa2_interp.runs.engines import InProcess
+from lapa2_interp.runs.fill import fill_run
 from lapa2_interp.runs.grid import load_grid
 from lapa2_interp.runs.run import finished_cell, is_finished_run, load_run
 from lapa2_interp.runs.store import Failure, remove_batches
-from lapa2_interp.runs.sweep import sweep
 
 GRID = """model = "tiny-gpt2"
 dtype = "float32"
@@ -169,7 +169,7 @@ def finished(tmp_path_factory):
     """A finished run with tables, nothing changed in it."""
     folder = tmp_path_factory.mktemp("finished") / "run"
     (folder.parent / "pooled.toml").write_text(GRID.format(trace="pooled"))
-    sweep(folder, [load_grid(str(folder.parent / "pooled.toml"))], InProcess("cpu"))
+    fill_run(folder, [load_grid(str(folder.parent / "pooled.toml"))], InProcess("cpu"))
     write_items(folder)
     return folder
 
@@ -337,8 +337,8 @@ def test_colours_are_the_trace_and_tokens_are_the_text(html, finished):
             branch = list(cell.trace["branch"].values).index(branch_name(cell.trace))
             assert arm["branch"] == branch_name(cell.trace)
             for prompt, text in zip(group["prompts"], arm["texts"], strict=True):
-                row = cell.samples[
-                    (cell.samples["prompt"] == prompt) & (cell.samples["sample"] == 0)
+                row = cell.texts[
+                    (cell.texts["prompt"] == prompt) & (cell.texts["sample"] == 0)
                 ].iloc[0]
                 n = row["n_tokens"]
                 assert len(text["t"]) == n
@@ -350,7 +350,7 @@ def test_colours_are_the_trace_and_tokens_are_the_text(html, finished):
                     else:
                         # float32 masses, rounded to the unit
                         np.testing.assert_allclose(
-                            np.array(text[short]) * MASS_UNIT, mass, atol=0.5 * MASS_UNIT + 1e-7
+                            np.array(text[short]) * MASS_SCALE, mass, atol=0.5 * MASS_SCALE + 1e-7
                         )
                 seen += 1
     assert seen == 5 * 2
@@ -372,9 +372,9 @@ def test_it_loads_nothing(html):
 def test_what_a_model_wrote_does_not_act(run):
     tokens = np.array(load_tokenizer("tiny-gpt2")(HOSTILE)["input_ids"])
 
-    def hostile(samples):
-        samples["tokens"] = [tokens[: int(n)] for n in samples["n_tokens"]]
-        return samples
+    def hostile(texts):
+        texts["tokens"] = [tokens[: int(n)] for n in texts["n_tokens"]]
+        return texts
 
     change_texts(run, hostile)
     html = page(run)
@@ -422,7 +422,7 @@ def test_only_arms_of_one_size_are_side_by_side(run, tmp_path):
     file = tmp_path / "shorter.toml"
     head = GRID.partition("[[")[0].format(trace="none")
     file.write_text(head.replace("length = 30", "length = 25") + "method = 'none'\n")
-    sweep(run, [load_grid(str(file))], InProcess("cpu"))
+    fill_run(run, [load_grid(str(file))], InProcess("cpu"))
     raw = [group for group in Parts(page(run)).data["groups"] if group["method"] == "none"]
     assert [(group["size"], len(group["arms"])) for group in raw] == [
         ("2 x 30 tokens", 1),
@@ -567,7 +567,7 @@ def scored(tmp_path_factory):
         + 'method = "prefix"\naugmentation = ["none", "instaboost:M=5",'
         ' { alpha = 1.0, label = "strong" }]'
     )
-    sweep(folder / "run", [load_grid(str(folder / "mine.toml"))], InProcess("cpu"))
+    fill_run(folder / "run", [load_grid(str(folder / "mine.toml"))], InProcess("cpu"))
     asked = ["--scorers", "accuracy", "linear", "echo", "distinct"]
     assert main(["score", str(folder / "run"), *asked]) == 0
     return folder / "run"
@@ -632,7 +632,7 @@ def test_a_hostile_label_is_text_and_without_traces_no_token_is_coloured(tmp_pat
         + f'method = "prefix"\naugmentation = ["none", {{ alpha = 1.0, label = "{hostile}" }}]'
     )
     run = tmp_path / "run"
-    sweep(run, [load_grid(str(tmp_path / "mine.toml"))], InProcess("cpu"))
+    fill_run(run, [load_grid(str(tmp_path / "mine.toml"))], InProcess("cpu"))
     parts = Parts(page(run))
     assert "tokens are not coloured" in parts.text
     assert "No scores yet: lapa2 score RUN makes them" in parts.text

@@ -1,9 +1,11 @@
 """Jobs that cost milliseconds: a worker that makes batches without a model, and engines around it."""
 
+import json
 from collections import Counter
 from concurrent.futures import Future
 from datetime import UTC, datetime
 from functools import cache
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,11 +13,15 @@ import pandas as pd
 import xarray as xr
 from test_cluster import Actor, Machines
 
+from lapa2_interp.generation.resolve import cell_of
 from lapa2_interp.models.card import ModelCard
 from lapa2_interp.models.machine import processor_kind
 from lapa2_interp.runs.engines import InProcess, LocalPool, WorkerLost
+from lapa2_interp.runs.fill import fill_run
+from lapa2_interp.runs.grid import Grid
 from lapa2_interp.runs.manifest import BatchRecord, library_versions, source_commit
 from lapa2_interp.runs.ray import RayPool
+from lapa2_interp.runs.run import load_run
 from lapa2_interp.runs.store import Failure, FinishedBatch
 
 CARD = ModelCard(
@@ -93,6 +99,25 @@ class Serial(InProcess):
 
     def submit(self, cell, number, packing, progress):
         return self.worker.future(cell, number)
+
+
+@cache
+def three_batches():
+    """A cell of 6 texts in 3 batches."""
+    prompts = ["The lake", "The sea", "The hut"]
+    asked = {"attribute": "positive", "prompts": prompts, "samples": 2, "max_rows": 2}
+    return cell_of("tiny-gpt2", length=12, dtype="float32", trace="pooled", **asked)
+
+
+def in_batches(folder="run"):
+    """A run of this cell."""
+    fill_run(Path(folder), [Grid("one", "", (three_batches(),))], Serial(FakeWorker()))
+    return load_run(folder)
+
+
+def edit(file, **fields):
+    """Other values of fields of a JSON file."""
+    file.write_text(json.dumps(json.loads(file.read_text()) | fields))
 
 
 class Pool(LocalPool):

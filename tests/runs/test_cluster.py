@@ -14,8 +14,8 @@ from lapa2_interp._util.progress import hidden_bar
 from lapa2_interp.generation.cell import Cell
 from lapa2_interp.runs import ray as clusters
 from lapa2_interp.runs.engines import InProcess
+from lapa2_interp.runs.fill import fill_run
 from lapa2_interp.runs.grid import load_grid
-from lapa2_interp.runs.launch import launch
 from lapa2_interp.runs.manifest import library_versions
 from lapa2_interp.runs.ray import RayPool
 from lapa2_interp.runs.sweep import sweep
@@ -109,12 +109,12 @@ def test_a_cluster_that_loses_a_worker_and_a_machine_makes_the_bytes_of_one_proc
 ):
     engine = Unlucky(cluster, tmp_path / "node")
     assert engine.n_workers == 2
-    swept = sweep(tmp_path / "far", [grid], engine)
+    swept = fill_run(tmp_path / "far", [grid], engine)
     assert (swept.made, swept.failed) == (2, ())
     lost = [number for number, future in enumerate(engine.futures, 1) if future.exception()]
     assert lost == [2, 5]
     assert len(engine.futures) == 6 + len(lost), "what was lost is made again, and nothing else"
-    assert sweep(tmp_path / "here", [grid], InProcess("cpu")).made == 2
+    assert fill_run(tmp_path / "here", [grid], InProcess("cpu")).made == 2
     assert len(contents(tmp_path / "here")) == 2 * 6
     assert contents(tmp_path / "far") == contents(tmp_path / "here")
 
@@ -273,9 +273,9 @@ def test_ctrl_c_ends_the_workers_and_those_that_start(pretend, grid, tmp_path, m
         seen.extend(machines.actors)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("lapa2_interp.runs.sweep.wait", stop)
+    monkeypatch.setattr("lapa2_interp.runs.fill.wait", stop)
     with pytest.raises(KeyboardInterrupt):
-        sweep(tmp_path / "run", [grid], RayPool())
+        fill_run(tmp_path / "run", [grid], RayPool())
     assert len(seen) == 2
     assert not machines.actors
     assert not machines.joined
@@ -329,9 +329,9 @@ def test_a_launch_leaves_no_session_of_ray(pretend, monkeypatch, tmp_path):
     (tmp_path / "two.toml").write_text(GRID)
     names, run = [str(tmp_path / "two.toml")], tmp_path / "run"
     with pytest.raises(GridError, match="unknown column"):
-        launch(names, run, only={"tsk": "topic"}, engine="ray")
-    monkeypatch.setattr("lapa2_interp.runs.launch.sweep", lambda *_: seen.append(machines.joined))
+        sweep(names, run, only={"tsk": "topic"}, engine="ray")
+    monkeypatch.setattr("lapa2_interp.runs.sweep.fill_run", lambda *_: seen.append(machines.joined))
     seen = []
-    launch(names, run, engine="ray", notify=lambda line: None)
+    sweep(names, run, engine="ray", notify=lambda line: None)
     assert seen == [1]
     assert not machines.joined

@@ -29,12 +29,12 @@ from jobs import FakeWorker, Pool, Serial, Shuffling, cluster_of
 
 from lapa2_interp._util.errors import DamagedError, RunError
 from lapa2_interp.generation.resolve import cell_of
-from lapa2_interp.runs import sweep as sweeping
+from lapa2_interp.runs import fill as filling
 from lapa2_interp.runs.engines import WorkerLost
+from lapa2_interp.runs.fill import ATTEMPTS, LOCK, fill_run
 from lapa2_interp.runs.grid import Grid
 from lapa2_interp.runs.run import load_run
 from lapa2_interp.runs.store import read_batch
-from lapa2_interp.runs.sweep import ATTEMPTS, LOCK, sweep
 
 ASKED = {
     "attribute": "positive", "prompts": ["The lake", "The sea", "The hut"], "samples": 2,
@@ -143,7 +143,7 @@ def stop():
 def undisturbed(tmp_path_factory):
     """What a run is that one process has made in one go."""
     run = tmp_path_factory.mktemp("undisturbed") / "run"
-    assert sweep(run, GRIDS, Serial(FakeWorker()), pytest.fail).made == 3
+    assert fill_run(run, GRIDS, Serial(FakeWorker()), pytest.fail).made == 3
     return contents(run)
 
 
@@ -175,7 +175,7 @@ class Sweeps(RuleBasedStateMachine):
         before = {batch: at for batch, at in stamps(self.run).items() if batch not in self.damaged}
         notes = []
         try:
-            done = sweep(self.run, GRIDS[:: -1 if turned else 1], self.engine(kind, worker), notes.append)  # fmt: skip
+            done = fill_run(self.run, GRIDS[:: -1 if turned else 1], self.engine(kind, worker), notes.append)  # fmt: skip
         finally:
             self.notes = notes
             assert not before.keys() & worker.made
@@ -274,11 +274,11 @@ class Sweeps(RuleBasedStateMachine):
 
         def meanwhile(number):
             if number == batches and not state:
-                state["done"] = sweep(self.run, GRIDS, self.engine(kinds[1], second), self.notes.append)  # fmt: skip
+                state["done"] = fill_run(self.run, GRIDS, self.engine(kinds[1], second), self.notes.append)  # fmt: skip
 
         first = FakeWorker(before=meanwhile)
         before = set(stamps(self.run)) - self.damaged
-        done = sweep(self.run, GRIDS, self.engine(kinds[0], first), self.notes.append)
+        done = fill_run(self.run, GRIDS, self.engine(kinds[0], first), self.notes.append)
         made = first.made + second.made
         assert len(made) == len(set(made))
         assert not before & {*made}
@@ -307,11 +307,11 @@ class Sweeps(RuleBasedStateMachine):
                 gone = suffix == ".json" and how == "away"
                 assert run.state(key) == ("partly" if gone else "damaged")
             with pytest.raises(RunError, match=r"is missing or damaged|is damaged|not finished"):
-                run.samples([key]), run.trace(key)
+                run.texts([key]), run.trace(key)
         with pytest.raises(DamagedError, match=f"{file.name} is missing or damaged .*makes it ag"):
             read_batch(file.parent, number, run.by_key[key])
         sound = [sound_key for sound_key in run.finished if sound_key not in dict(self.damaged)]
-        assert len(run.samples(sound)) == 6 * len(sound)
+        assert len(run.texts(sound)) == 6 * len(sound)
 
     @rule(batch=st.sampled_from(BATCHES))
     def remove(self, batch):
@@ -342,7 +342,7 @@ class Sweeps(RuleBasedStateMachine):
 
 
 def test_kill_anywhere_repeat_the_same_bytes(undisturbed, monkeypatch):
-    monkeypatch.setattr(sweeping, "LOOK", 0.001)
+    monkeypatch.setattr(filling, "LOOK", 0.001)
     monkeypatch.setattr(
         os, "fsync", lambda handle: None
     )  # a machine that loses its power is none of these

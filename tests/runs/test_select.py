@@ -1,7 +1,8 @@
 """Parts of a run: cells by their columns, their texts and traces together, and attention by
 step."""
 
-from dataclasses import replace
+from functools import cache
+from typing import get_args
 
 import numpy as np
 import pandas as pd
@@ -9,8 +10,8 @@ import pytest
 from conftest import load
 
 from lapa2_interp import Augmentation, generate, load_run
-from lapa2_interp._util.errors import RunError, TraceError
 from lapa2_interp.attention.tables import fit_table, head_table, prefix_token_table, step_table
+from lapa2_interp.attention.trace import TraceKind
 from lapa2_interp.generation.resolve import cell_of
 from lapa2_interp.runs.attention import ALIKE, SHOWN
 from lapa2_interp.runs.generate import make_cells
@@ -19,8 +20,11 @@ from lapa2_interp.runs.run import Run, finished_cell
 ASKED = {"attribute": "positive", "prompts": ["The lake", "A road"], "dtype": "float32"}
 
 
-@pytest.fixture(scope="module")
-def run():
+SHORT = ASKED | {"length": 14}
+
+
+@cache
+def two_methods():
     """Two methods with two arms each; the traced texts of one method are longer."""
     cells = [
         cell_of("tiny-gpt2", method=method, alpha=alpha, length=length, **ASKED)
@@ -28,6 +32,24 @@ def run():
         for alpha in (0.0, 0.5)
     ]
     return make_cells(load("tiny-gpt2"), cells, name="mine")
+
+
+@cache
+def of_traces():
+    """A cell of each kind of trace."""
+    cells = [cell_of("tiny-gpt2", trace=trace, **SHORT) for trace in get_args(TraceKind)]
+    return make_cells(load("tiny-gpt2"), cells)
+
+
+def of_trace(kind):
+    """The cell with this kind of trace."""
+    key = next(key for key, cell in of_traces().by_key.items() if cell.trace == kind)
+    return of_traces().select(key=key)
+
+
+@pytest.fixture
+def run():
+    return two_methods()
 
 
 def test_a_selection_is_a_run_of_its_own(run, tmp_path):
@@ -38,22 +60,9 @@ def test_a_selection_is_a_run_of_its_own(run, tmp_path):
     assert part.listing.grids == {"mine": tuple(part.by_key)}
     assert part.select(alpha=0.5).manifest().cell.active_augmentations == (Augmentation(alpha=0.5),)
     again = load_run(run.save(tmp_path / "all").folder).select(alpha=["0", 0.5], method="prefix")
-    assert again.samples()["text"].equals(part.samples()["text"])
+    assert again.texts()["text"].equals(part.texts()["text"])
     saved = load_run(again.save(tmp_path / "part").folder)
-    assert saved.samples().equals(again.samples())
-
-
-def test_a_value_that_no_cell_has_is_an_error_with_those_there_are(run):
-    for wanted, message in (
-        ({"method": "prefx"}, "no cell with method=prefx; method may be prefix, air-"),
-        ({"alpha": [0.5, 1.5]}, "no cell with alpha=1.5; alpha may be 0.0, 0.5"),
-        ({"method": "prefix", "max_length": 18}, "with method=prefix and max_length=18 together"),
-        ({"methods": "prefix"}, "unknown column 'methods'.*did you mean 'method'"),
-        ({"arm": []}, "arm is an empty list; give a value, or leave arm out"),
-    ):
-        for act in (run.select, run.samples):
-            with pytest.raises(RunError, match=message):
-                act(**wanted)
+    assert saved.texts().equals(again.texts())
 
 
 def test_values_may_come_in_any_list(run):
@@ -65,29 +74,21 @@ def test_values_may_come_in_any_list(run):
 
 def test_one_key_is_a_key_and_not_its_letters(run):
     key = list(run.by_key)[1]
-    assert set(run.samples(key)["cell"]) == set(run.trace(key)["cell"].to_numpy()) == {key}
+    assert set(run.texts(key)["cell"]) == set(run.trace(key)["cell"].to_numpy()) == {key}
     for keys in ([key], [key, key]):
-        assert run.samples(keys).equals(run.samples(key))
+        assert run.texts(keys).equals(run.texts(key))
         assert run.trace(keys).equals(run.trace(key))
-    for choice, more, message in (
-        (key[:5], {}, f"has no cell '{key[:5]}'"),
-        (5, {}, "has no cell 5"),
-        (run.select(method="prefix"), {}, r"not a key; ask the run itself: run.select\(...\).samp"),
-        (key, {"method": "prefix"}, "give keys, or values .method=prefix., not both"),
-    ):
-        with pytest.raises(RunError, match=message):
-            run.samples(choice, **more)
 
 
 def test_traces_of_several_cells_are_one_with_coordinates(run):
     for wanted in ({}, {"method": "prefix"}, {"alpha": 0.5}):
-        trace, samples = run.trace(**wanted), run.samples(**wanted)
-        assert trace.sizes["sample"] == len(samples)
+        trace, texts = run.trace(**wanted), run.texts(**wanted)
+        assert trace.sizes["sample"] == len(texts)
         for name in ("task", "method", "attribute", "arm", "cell"):
-            assert trace[name].to_numpy().tolist() == samples[name].tolist()
-        assert trace["prompt_text"].to_numpy().tolist() == samples["prompt"].tolist()
-        for key in set(samples["cell"]):
-            alone, at = finished_cell(run, key).trace, (samples["cell"] == key).to_numpy()
+            assert trace[name].to_numpy().tolist() == texts[name].tolist()
+        assert trace["prompt_text"].to_numpy().tolist() == texts["prompt"].tolist()
+        for key in set(texts["cell"]):
+            alone, at = finished_cell(run, key).trace, (texts["cell"] == key).to_numpy()
             part = trace["prefix"].isel(sample=at).sel(branch=alone["branch"], step=alone["step"])
             np.testing.assert_array_equal(part, alone["prefix"])
     both = run.trace(method="air-decoding", alpha=[0, 0.5])
@@ -100,8 +101,6 @@ def test_steps_are_a_tidy_table_by_arm(run):
         key = next(k for k, cell in run.by_key.items() if (cell.method, cell.arm) == (method, arm))
         assert set(part["cell"]) == {key}
     assert set(run.steps(method="prefix")["method"]) == {"prefix"}
-    with pytest.raises(TraceError, match="unknown branch 'none'"):
-        run.steps("none", method="prefix")
 
 
 def test_tables_are_those_of_each_cell_after_its_columns(run):
@@ -113,7 +112,7 @@ def test_tables_are_those_of_each_cell_after_its_columns(run):
         assert list(again)[:9] == [*ALIKE, "attribute", "cell", "arm"]
         assert list(dict.fromkeys(again["cell"])) == list(run.by_key)
         for key, part in again.groupby("cell"):
-            alone = table(run.trace(key), run.samples(key))
+            alone = table(run.trace(key), run.texts(key))
             assert part[list(alone)].reset_index(drop=True).equals(alone)
             for column, value in run.by_key[key].columns.items():
                 assert column not in part or set(part[column]) == {value}, column
@@ -124,7 +123,7 @@ def test_fits_are_those_of_the_curves(run):
     assert list(fits) == [*ALIKE, "attribute", "cell", "arm", "C", "D", "R2"]
     assert fits["method"].tolist() == ["prefix"] * 2 + ["air-decoding"] * 2
     for (_, row), key in zip(fits.iterrows(), run.by_key, strict=True):
-        alone = fit_table(step_table(run.trace(key), run.samples(key))).iloc[0]
+        alone = fit_table(step_table(run.trace(key), run.texts(key))).iloc[0]
         assert row[list(alone.index)].equals(alone.rename(row.name))
 
 
@@ -137,7 +136,7 @@ def test_a_cell_of_two_attributes_is_one_arm():
     for arm, part in steps.groupby("arm"):
         keys = [key for key, cell in run.by_key.items() if cell.arm == arm]
         assert set(part["cell"]) == {", ".join(keys)}
-        alone = step_table(run.trace(keys), run.samples(keys))
+        alone = step_table(run.trace(keys), run.texts(keys))
         assert part[list(alone)].reset_index(drop=True).equals(alone)
     assert run.fits()["arm"].tolist() == ["baseline", "alpha 0.5 paper"]
 
@@ -147,11 +146,11 @@ def test_heads_show_the_strongest_and_draw_their_maps(run):
     best = heads.largest(2)
     for arm, part in best.groupby("arm"):
         (key,) = run.select(method="prefix", arm=arm).by_key
-        alone = head_table(run.trace(key), run.samples(key))
+        alone = head_table(run.trace(key), run.texts(key))
         top = alone.sort_values("prefix", ascending=False).head(2)
         assert part[list(alone)].to_numpy().tolist() == top.to_numpy().tolist()
     drawn = [axes.images[0].get_array() for axes in heads.plot().axes if axes.images]
-    alone = [head_table(run.trace(key), run.samples(key)) for key in list(run.by_key)[:2]]
+    alone = [head_table(run.trace(key), run.texts(key)) for key in list(run.by_key)[:2]]
     tables = [part.pivot(index="layer", columns="head", values="prefix") for part in alone]
     np.testing.assert_array_equal(drawn[0], tables[0])
     np.testing.assert_array_equal(drawn[1], tables[1] - tables[0])
@@ -162,13 +161,10 @@ def test_a_run_draws_its_curves(run):
         line for line in run.plot(method="prefix").axes[0].lines if line.get_linestyle() == "-"
     ]
     for line, key in zip(lines, run.select(method="prefix").by_key, strict=True):
-        steps = step_table(run.trace(key), run.samples(key))
+        steps = step_table(run.trace(key), run.texts(key))
         curve = steps[steps["name"] == "prefix"]
         assert line.get_ydata().tolist() == curve["mean"].tolist()
         assert line.get_label() == run.by_key[key].arm
-    for draw in (run.plot, run.heads().plot):
-        with pytest.raises(TraceError, match="several kinds .*method: prefix, air-decoding"):
-            draw()
 
 
 def test_a_run_shows_its_cells_in_a_notebook(run):
@@ -185,38 +181,14 @@ def test_a_run_shows_its_cells_in_a_notebook(run):
     assert "and 3 more: <code>run.cells</code>" in Run(None, listing, many)._repr_html_()
 
 
-def test_tables_of_texts_without_a_token_are_refused(run):
-    key, (made,) = next(iter(run.batches.items()))
-    ended = replace(made, samples=made.samples.assign(n_tokens=0))
-    empty = Run(None, run.listing, {key: run.by_key[key]}, {key: [ended]})
-    for table in (empty.steps, empty.fits, empty.heads, empty.prefix_tokens, empty.plot):
-        with pytest.raises(TraceError, match="all texts of the run ended before a first token"):
-            table()
-
-
-def test_a_pooled_trace_has_no_heads():
-    model = load("tiny-gpt2")
-    run = generate(model, trace="pooled", length=14, **ASKED)
-    with pytest.raises(TraceError, match="pooled over heads"):
-        run.heads()
+def test_a_pooled_trace_has_the_tokens_of_the_prefix():
+    run = of_trace("pooled")
     (key,) = run.by_key
-    alone = prefix_token_table(run.trace(key), run.samples(key))
+    alone = prefix_token_table(run.trace(key), run.texts(key))
     assert run.prefix_tokens()[list(alone)].equals(alone)
 
 
-def test_traces_that_do_not_fit_together_are_refused():
-    model, asked = load("tiny-gpt2"), {"length": 14, **ASKED}
-    of = [cell_of(model, trace=trace, **asked) for trace in ("full", "pooled", "none")]
-    run = make_cells(model, of)
-    full, pooled, none = run.by_key
-    for coarse, word in ((pooled, "pooled"), (none, "none")):
-        message = f"{full} .*trace full. and {coarse} .*trace {word}.* such as the key '{full}'"
-        with pytest.raises(RunError, match=message):
-            run.trace([full, coarse])
-    apart = cell_of(model, trace="pooled", **asked | {"attribute": "negative"})
-    with pytest.raises(RunError, match="choose cells alike, such as attribute='positive'"):
-        make_cells(model, [of[0], apart]).trace()
-    assert run.trace(none) is None
-    assert run.trace(pooled).sizes["sample"] == 2
-    with pytest.raises(TraceError, match="no cell with a trace; generate it with trace="):
-        make_cells(model, of[2:]).steps()
+def test_a_cell_without_a_trace_has_none_and_the_others_have_theirs():
+    (pooled,), (none,) = of_trace("pooled").by_key, of_trace("none").by_key
+    assert of_traces().trace(none) is None
+    assert of_traces().trace(pooled).sizes["sample"] == 2

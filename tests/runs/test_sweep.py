@@ -1,5 +1,5 @@
 """What goes wrong in a sweep is said, and harms nothing else. That a run which is stopped anywhere
-becomes what an undisturbed one is: `test_engines`."""
+becomes what an undisturbed one is: `test_engines`. What is refused: `test_runs_refusals`."""
 
 import errno
 import functools
@@ -16,7 +16,6 @@ import signal
 import subprocess
 import sys
 import time
-from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
 from itertools import pairwise
@@ -30,29 +29,30 @@ import torch
 import xarray as xr
 from conftest import MODEL_CLASSES, lapa2, load, soft_prefix, soft_set, start, warm
 from conftest import generate as decode
+from jobs import FakeWorker, Serial, batch_of
+from test_engines import contents
 from tqdm import tqdm
 
 from lapa2_interp import generate
-from lapa2_interp._util.errors import DamagedError, GridError, RunError, TraceError
+from lapa2_interp._util.errors import RunError
 from lapa2_interp._util.files import acquire_lock, temporary_folder, write_text
 from lapa2_interp._util.progress import CountingBar
 from lapa2_interp.cli.app import main
 from lapa2_interp.methods import load_task
-from lapa2_interp.methods.prefix import NoControl
 from lapa2_interp.models.machine import processor_kind
 from lapa2_interp.prefixes.soft_prefix import save_prefix
 from lapa2_interp.runs import engines
-from lapa2_interp.runs import launch as launching
+from lapa2_interp.runs import fill as filling
 from lapa2_interp.runs import sweep as sweeping
 from lapa2_interp.runs import worker as working
-from lapa2_interp.runs.engines import InProcess, LocalPool
+from lapa2_interp.runs.engines import InProcess, LocalPool, WorkerLost
 from lapa2_interp.runs.estimates import row_tokens_of
+from lapa2_interp.runs.fill import ATTEMPTS, fill_run, open_run, remove_earlier_cells
 from lapa2_interp.runs.generate import make_cells
 from lapa2_interp.runs.grid import Grid, load_grid
 from lapa2_interp.runs.manifest import BatchRecord, Manifest
 from lapa2_interp.runs.run import finished_cell, load_run
 from lapa2_interp.runs.store import Failure, Listing
-from lapa2_interp.runs.sweep import open_run, remove_earlier, sweep
 from lapa2_interp.runs.worker import Worker, check_files
 from lapa2_interp.scoring.task_scorer import SHIPPED_WEIGHTS
 from lapa2_interp.tasks import task as tasks
@@ -85,49 +85,6 @@ trace = "pooled"
 """
 """Four cells of two or three batches each, the last one with a trace, which takes longer to write than
 these texts to make; both grids have the baseline of prefix."""
-BATCHES = [2, 2, 2, 3]
-
-
-class Recording(InProcess):
-    """Keeps what its worker makes."""
-
-    def __init__(self):
-        super().__init__("cpu")
-        self.made = {}
-
-    def submit(self, cell, number, packing, progress):
-        first = self.made.get((cell.key, 0))  # which says how the others are made
-        assert packing == (first and first.record.model.prepacking)
-        future = super().submit(cell, number, packing, progress)
-        self.made[cell.key, number] = future.result()
-        return future
-
-
-class Replaying(InProcess):
-    """Gives what was made before, which takes no time; an exception is a worker that died.
-
-    Before batch number `stop` it calls `at_stop`.
-    """
-
-    def __init__(self, made, stop=None, at_stop=None):
-        self.made, self.done, self.stop, self.at_stop = made, [], stop, at_stop
-        self.packings = []
-
-    def submit(self, cell, number, packing, progress):
-        if len(self.done) == self.stop:
-            self.at_stop()
-        self.done.append((cell.key, number))
-        self.packings.append(packing)
-        outcome, future = self.made[cell.key, number], Future()
-        if isinstance(outcome, BaseException):
-            future.set_exception(outcome)
-        else:
-            future.set_result(outcome)
-        return future
-
-
-def grids_of(files):
-    return [load_grid(str(file)) for file in files]
 
 
 def grid_of(folder, text):
@@ -146,35 +103,51 @@ def files(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory, files):
-    """A run folder, made in one go, and the batches it was made of."""
-    folder, engine = tmp_path_factory.mktemp("undisturbed") / "run", Recording()
-    done = sweep(folder, grids_of(files), engine, pytest.fail)
-    assert (done.before, done.made, done.failed) == (0, 4, ())
-    assert len(engine.made) == sum(BATCHES)
-    return folder, engine.made
-
-
-@pytest.fixture
-def copy(undisturbed, tmp_path):
-    """A finished run that may be spoiled."""
-    return shutil.copytree(undisturbed[0], tmp_path / "copy")
+def grids(files):
+    return [load_grid(str(file)) for file in files]
 
 
 @pytest.fixture(scope="module")
-def cell(undisturbed):
+def cells(grids):
+    return list({cell.key: cell for grid in grids for cell in grid.cells}.values())
+
+
+@pytest.fixture(scope="module")
+def cell(cells):
     """The first cell."""
-    return next(iter(load_run(undisturbed[0]).by_key.values()))
+    return cells[0]
 
 
-def contents(run):
-    """What a run consists of: the bytes of its texts, traces and settings, and the names of all
-    else."""
-    stored = {}
-    for file in sorted(path for path in run.rglob("*") if path.is_file() and path.name != ".lock"):
-        same = file.suffix in (".parquet", ".nc") or file.name == "cell.json"
-        stored[str(file.relative_to(run))] = file.read_bytes() if same else None
-    return stored
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory, grids):
+    """A run that a model has made in one go."""
+    folder = tmp_path_factory.mktemp("undisturbed") / "run"
+    done = fill_run(folder, grids, InProcess("cpu"), pytest.fail)
+    assert (done.before, done.made, done.failed) == (0, 4, ())
+    return folder
+
+
+def fake_fill(run, grids, worker=None, notify=pytest.fail):
+    """A sweep whose batches are made without a model."""
+    return fill_run(run, grids, Serial(worker or FakeWorker()), notify)
+
+
+@pytest.fixture
+def fake(grids, tmp_path):
+    """A finished run of such batches, which may be spoiled."""
+    fake_fill(tmp_path / "fake", grids)
+    return tmp_path / "fake"
+
+
+def half_done(run, grids, batches):
+    """A run that was stopped after so many batches."""
+
+    def stop(number):
+        if number == batches:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        fake_fill(run, grids, FakeWorker(before=stop))
 
 
 def assert_equal_runs(run, expected):
@@ -182,13 +155,6 @@ def assert_equal_runs(run, expected):
     assert ours.keys() == theirs.keys()
     assert [name for name in ours if ours[name] != theirs[name]] == []
     assert load_run(run).finished.keys() == load_run(expected).by_key.keys()
-
-
-def stamps(run):
-    """When the files of finished batches were written."""
-    records = [record.with_suffix("") for record in run.glob("cells/*/[0-9]*.json")]
-    files = [batch.with_suffix(end) for batch in records for end in (".json", ".nc", ".parquet")]
-    return {str(file): file.stat().st_mtime_ns for file in files if file.exists()}
 
 
 # --- stopping
@@ -274,13 +240,13 @@ def test_ctrl_c_in_a_terminal_is_a_sentence_even_while_workers_start(files, tmp_
 def run_command(run, files, log):
     """`lapa2 sweep`, here."""
     signal.signal(signal.SIGINT, signal.default_int_handler)  # as in `command`
-    finish = sweeping._Sweep._finish
+    finish = filling._Filling._finish
 
     def finish_and_wait(self, work):
         finish(self, work)
         time.sleep(60)  # or until the signal: the cells are done in a moment
 
-    sweeping._Sweep._finish = finish_and_wait
+    filling._Filling._finish = finish_and_wait
     with log.open("w") as stream:
         os.dup2(stream.fileno(), 1)
         os.dup2(stream.fileno(), 2)
@@ -289,10 +255,10 @@ def run_command(run, files, log):
 
 @pytest.mark.alone
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_signals_that_stop_it_are_told_what_is_finished(undisturbed, files, tmp_path, number, code):
+def test_signals_that_stop_it_are_told_what_is_finished(files, tmp_path, number, code):
     run, log = tmp_path / "run", tmp_path / "log"
     process = start(run_command, run, files, log)
-    wait_for(lambda: len(seen(run)) == BATCHES[0] or not process.is_alive())
+    wait_for(lambda: len(seen(run)) == 2 or not process.is_alive())  # those of the first cell
     os.kill(process.pid, number)
     process.join()
     assert process.exitcode == code, log.read_text()
@@ -304,41 +270,20 @@ def test_signals_that_stop_it_are_told_what_is_finished(undisturbed, files, tmp_
     ]
     assert "Traceback" not in log.read_text()
     assert not list(run.rglob(".writing-*")), "it had the time to clean up"
-    done = sweep(run, grids_of(files), Replaying(undisturbed[1]), pytest.fail)
-    assert done.before == len(finished)
-    assert_equal_runs(run, undisturbed[0])
 
 
-def test_only_some_cells_of_a_grid_are_made_and_the_others_later(
-    files, undisturbed, tmp_path, monkeypatch
-):
-    """The run notes all cells; another call makes what is left, and the bytes are those of one
-    call."""
-    monkeypatch.setattr(launching, "local_engine", lambda *_: Replaying(undisturbed[1]))
+def test_only_some_cells_of_a_grid_are_made_and_the_others_later(files, tmp_path, monkeypatch):
+    """The run notes all cells; another call makes what is left."""
+    monkeypatch.setattr(sweeping, "local_engine", lambda *_: Serial(FakeWorker()))
     run, names = tmp_path / "run", [str(file) for file in files]
-    done = launching.launch(names, run, only={"method": "prefix"}, notify=print)
+    done = sweeping.sweep(names, run, only={"method": "prefix"}, notify=print)
     cells = load_run(run).cells
     assert set(cells["method"][cells["state"] == "finished"]) == {"prefix"}
     assert (done.made, len(cells)) == ((cells["method"] == "prefix").sum(), 4)
-    for only, message in (
-        ({"methd": "prefix"}, "unknown column 'methd'.*did you mean 'method'"),
-        ({"method": "prefx"}, "unknown method 'prefx'"),
-    ):
-        with pytest.raises(GridError, match=message):
-            launching.launch(names, run, only=only)
     numbers = {"samples": [str(float(cells["samples"][0]))]}  # as text no cell has it
-    assert launching.launch(names, run, only={"method": ["prefix"]} | numbers).made == 0
-    assert launching.launch(names, run).before == done.made
-    assert_equal_runs(run, undisturbed[0])
-
-
-@pytest.mark.parametrize(
-    ("option", "value", "shown"),
-    [("address", "auto", "address='auto'"), ("gpus_per_worker", 2.0, "gpus_per_worker=2.0")],
-)
-def test_options_of_ray_are_refused_without_it(files, tmp_path, option, value, shown):
-    with pytest.raises(RunError, match=f"{shown} belongs to engine='ray'"):
-        launching.launch([str(files[0])], tmp_path / "run", **{option: value})
+    assert sweeping.sweep(names, run, only={"method": ["prefix"]} | numbers).made == 0
+    assert sweeping.sweep(names, run).before == done.made
+    assert len(load_run(run).finished) == 4
 
 
 # --- workers
@@ -351,7 +296,7 @@ def test_a_worker_tells_how_far_it_is_after_every_step(cell):
     shown = []
     with InProcess("cpu") as engine:
         outcome = engine.submit(cell, 0, None, CountingBar(shown.append)).result()
-    assert len(shown) == outcome.samples["n_tokens"].max()
+    assert len(shown) == outcome.texts["n_tokens"].max()
     assert shown == sorted(set(shown))
     assert shown[-1] == outcome.record.new_tokens
 
@@ -369,10 +314,11 @@ def test_a_worker_that_has_not_begun_is_not_waited_for(cell, monkeypatch):
 
 @pytest.mark.alone
 def test_a_worker_that_dies_with_nothing_to_do_is_replaced(undisturbed, cell, quick_processes):
+    texts = load_run(undisturbed).texts([cell.key])["text"]
     with LocalPool(1, "cpu") as engine:
         for _ in range(2):
             outcome = engine.submit(cell, 0, None, tqdm(disable=True)).result()
-            assert outcome.samples["text"].equals(undisturbed[1][cell.key, 0].samples["text"])
+            assert outcome.texts["text"].equals(texts[: len(outcome.texts)])
             process = engine._slots[0].worker.process
             process.kill()
             process.join()
@@ -393,37 +339,44 @@ def idle(monkeypatch, without_types):
 
 
 @pytest.mark.parametrize(
-    ("number", "message"),
+    ("act", "message", "begun"),
     [
-        (-signal.SIGKILL, f"killed at this batch, which .*{MEMORY}; fewer rows .*max_rows=N"),
-        (-signal.SIGSEGV, "its process was ended by SIGSEGV at this batch, a fault in a library$"),
-        (-signal.SIGTERM, "its process was ended by SIGTERM at this batch$"),
-        (3, "its process ended by itself at this batch, with exit code 3$"),
+        *(
+            (functools.partial(endings.end_by, number), message, True)
+            for number, message in (
+                (-signal.SIGKILL, f"killed at this batch, which .*{MEMORY}; fewer rows .*max_rows=N"),
+                (-signal.SIGSEGV, "process was ended by SIGSEGV at this batch, a fault in a library$"),
+                (-signal.SIGTERM, "its process was ended by SIGTERM at this batch$"),
+                (3, "its process ended by itself at this batch, with exit code 3$"),
+            )
+        ),
+        (endings.unreadable, "^its answer cannot be read: ValueError: not to be read$", None),
     ],
-)
-def test_how_a_worker_ended_is_told(idle, number, message):
-    error = idle(functools.partial(endings.end_by, number))
+)  # fmt: skip
+def test_how_a_worker_ended_is_told(idle, act, message, begun):
+    error = idle(act)
     assert re.search(message, str(error))
-    assert error.begun
+    assert begun is None or error.begun == begun
 
 
-def test_an_answer_that_cannot_be_read_is_no_lack_of_memory(idle):
-    assert str(idle(endings.unreadable)) == "its answer cannot be read: ValueError: not to be read"
+def test_a_batch_whose_workers_die_is_given_up(grids, cell, tmp_path):
+    batch = cell.key, 0
+    worker = FakeWorker({batch: WorkerLost("killed", begun=True)}, always=True)
+    done = fake_fill(tmp_path / "run", grids, worker, lambda line: None)
+    assert (done.failed, done.made) == ((cell.key,), 3)
+    assert worker.begun[batch] == ATTEMPTS == 3
 
 
-def test_of_a_worker_elsewhere_that_died_the_last_line_is_told(undisturbed, files, tmp_path):
-    victim = next(iter(undisturbed[1]))
-    lost = undisturbed[1] | {victim: OSError("its machine\n\nis gone\n")}
-    sweep(tmp_path / "run", grids_of(files), Replaying(lost), lambda line: None)
-    reason = load_run(tmp_path / "run").failures[victim[0]].reason
+def test_of_a_worker_elsewhere_that_died_the_last_line_is_told():
+    reason = filling._worker_lost(OSError("its machine\n\nis gone\n")).reason
     assert reason.startswith("the worker died 3 times: OSError: is gone; where memory ran out, ")
 
 
 SCRIPT = """
 import sys
 from pathlib import Path
-from lapa2_interp.runs.launch import launch
-print(launch(*sys.argv[1:], workers=2).made)
+from lapa2_interp.runs.sweep import sweep
+print(sweep(*sys.argv[1:], workers=2).made)
 """
 
 
@@ -463,63 +416,31 @@ def test_a_script_without_a_guard_sweeps_with_workers(files, tmp_path, name):
     ],
 )
 def test_a_worker_that_cannot_start_is_no_fault_of_a_batch(
-    undisturbed, files, tmp_path, monkeypatch, capfd, begin, message
+    grids, tmp_path, monkeypatch, capfd, begin, message
 ):
     monkeypatch.setattr(engines, "BEGIN", begin)
     run = tmp_path / "run"
     with pytest.raises(RunError, match=f"cannot start, tried 3 times: .*{message}.*workers=1 ma"):
-        sweep(run, grids_of(files), LocalPool(2, "cpu"), pytest.fail)
+        fill_run(run, grids, LocalPool(2, "cpu"), pytest.fail)
     assert "Traceback" not in capfd.readouterr().err
     assert set(load_run(run).cells["state"]) == {"missing"}
-    sweep(run, grids_of(files), Replaying(undisturbed[1]), pytest.fail)
-    assert_equal_runs(run, undisturbed[0])
 
 
 @pytest.mark.alone
 def test_a_worker_that_starts_slowly_or_at_the_second_try_is_no_worse(
-    undisturbed, files, tmp_path, monkeypatch, quick_processes
+    undisturbed, grids, tmp_path, monkeypatch, quick_processes
 ):
     there = tmp_path / "there"
     first = f"import os, time; fd = os.open({str(there)!r}, os.O_CREAT | os.O_APPEND | os.O_WRONLY)"
     ends = "os.write(fd, b'.') and os.fstat(fd).st_size == 1 and os._exit(1)"
     monkeypatch.setattr(engines, "BEGIN", f"{first}; {ends}; time.sleep(0.3); {engines.BEGIN}")
-    done = sweep(tmp_path / "run", grids_of(files), LocalPool(1, "cpu"), pytest.fail)
+    done = fill_run(tmp_path / "run", grids, LocalPool(1, "cpu"), pytest.fail)
     assert (done.made, done.failed, there.read_text()) == (4, (), "..")
-    assert_equal_runs(tmp_path / "run", undisturbed[0])
-
-
-@pytest.mark.parametrize(
-    ("daemon", "message"),
-    [
-        (True, "daemonic processes are not allowed to have children; workers=1 makes"),
-        (False, 'put what the script does under if __name__ == "__main__":'),
-    ],
-)
-def test_a_process_that_cannot_start_others_says_so(files, tmp_path, monkeypatch, daemon, message):
-    """A worker of somebody's pool; and one that still imports its parent's script."""
-    here = multiprocessing.current_process()
-    monkeypatch.setitem(here._config, "daemon", daemon)
-    monkeypatch.setattr(here, "_inheriting", not daemon, raising=False)
-    with pytest.raises(RunError, match=re.escape(message)):
-        sweep(tmp_path / "run", grids_of(files), LocalPool(2, "cpu"), pytest.fail)
-
-
-def test_a_method_of_the_script_is_refused_where_workers_would_not_have_it(
-    files, tmp_path, monkeypatch
-):
-    class Mine(NoControl):
-        pass
-
-    Mine.__module__, Mine.__qualname__ = "__main__", "Mine"
-    monkeypatch.setattr(sys.modules["__main__"], "Mine", Mine, raising=False)
-    grid = tmp_path / "g.toml"
-    grid.write_text(HEAD + 'method = "__main__:Mine"\n')
-    with pytest.raises(GridError, match="'__main__:Mine' is in the script that runs.*workers=1"):
-        launching.launch(str(grid), tmp_path / "run", workers=2, device="cpu", allow_code=True)
+    assert_equal_runs(tmp_path / "run", undisturbed)
 
 
 def test_a_bar_moves_inside_a_batch_and_ends_where_the_work_does(
-    undisturbed, files, tmp_path, monkeypatch
+    grids, cells, tmp_path, monkeypatch
 ):
     """In a run that goes on it counts what is left; work of a failed cell or of a worker that died
     is taken out."""
@@ -530,38 +451,34 @@ def test_a_bar_moves_inside_a_batch_and_ends_where_the_work_does(
             assert 0 <= at[-1] <= self.total
             return super().update(n)
 
-    class Telling(Replaying):
+    class Telling(Serial):
         def submit(self, cell, number, packing, progress):
             for tokens in (2, 4):
                 progress.update(tokens)
-            if number == 1 and (cell.key, number) not in self.done:
-                self.done.append((cell.key, number))
-                return dead
             return super().submit(cell, number, packing, progress)
 
-    folder, made = undisturbed
-    half_done(tmp_path / "run", files, made, 1)
-    at, bars, dead = [0], [], Future()
-    dead.set_exception(OSError("its worker died"))
+    half_done(tmp_path / "run", grids, 1)
+    at, bars = [0], []
 
     def bar_of(total, *_):
         bars.append(Bar(total=total, file=io.StringIO()))
         return bars[0]
 
-    monkeypatch.setattr(sweeping, "progress_bar", bar_of)
-    key = list(load_run(folder).by_key)[3]
-    failing = {(key, 1): Failure(when=made[key, 1].record.created, traceback="no")}
-    done = sweep(tmp_path / "run", grids_of(files), Telling(made | failing), lambda _: None)
-    assert done.failed == (key,)
-    row_tokens = [row_tokens_of(planned) for planned in load_run(folder).by_key.values()]
-    left = sum(row_tokens) - row_tokens[0] * 4 // 6 - (row_tokens[3] - row_tokens[3] // 3)
-    assert at[-1] == bars[0].n == bars[0].total == left, "4 of 6 texts were there; 2 of 3 failed"
+    monkeypatch.setattr(filling, "progress_bar", bar_of)
+    failing, dying = cells[2].key, cells[1].key
+    faults = {(failing, 1): ValueError("no"), (dying, 1): WorkerLost("killed", begun=True)}
+    engine = Telling(FakeWorker(faults))
+    done = fill_run(tmp_path / "run", grids, engine, lambda _: None)
+    assert done.failed == (failing,)
+    row_tokens = [row_tokens_of(planned) for planned in cells]
+    left = sum(row_tokens) - row_tokens[0] * 4 // 6 - (row_tokens[2] - row_tokens[2] * 4 // 6)
+    assert at[-1] == bars[0].n == bars[0].total == left, "4 of 6 texts were there; 2 of 6 failed"
     assert "3/4 cells, 1 failed" in bars[0].postfix
     moves = [after - before for before, after in pairwise(at)]
     assert min(moves) < 0 < max(moves)
 
 
-def test_a_worker_shares_between_plans_what_a_method_has_prepared(undisturbed, monkeypatch):
+def test_a_worker_shares_between_plans_what_a_method_has_prepared(cells, monkeypatch):
     from lapa2_interp.methods.base import Prepared
     from lapa2_interp.methods.prefix import PrefixConditioning
 
@@ -573,12 +490,8 @@ def test_a_worker_shares_between_plans_what_a_method_has_prepared(undisturbed, m
 
     monkeypatch.setattr(PrefixConditioning, "prepare", prepare)
     worker = Worker("cpu")
-    cells = [
-        planned
-        for planned in load_run(undisturbed[0]).by_key.values()
-        if planned.method == "prefix"
-    ]
-    assert len({id(worker.plan(planned)) for planned in cells for _ in range(2)}) == len(cells)
+    alike = [planned for planned in cells if planned.method == "prefix"]
+    assert len({id(worker.plan(planned)) for planned in alike for _ in range(2)}) == len(alike)
     assert len(made) == 1
 
 
@@ -672,64 +585,35 @@ def test_a_scorer_of_the_package_is_no_file_of_a_cell(tmp_path):
     assert grid_of(tmp_path, text)[1][0].files == {}
 
 
-def with_record(batch, **changes):
-    return replace(batch, record=batch.record.model_copy(update=changes))
-
-
-def with_card(batch, **changes):
-    """A batch whose model's card says something else."""
-    return with_record(batch, model=batch.record.model.model_copy(update=changes))
-
-
-@pytest.mark.parametrize("began", [False, True])
-def test_weights_that_changed_are_refused(undisturbed, files, tmp_path, copy, began):
-    """Of a worker that loads the model after its file was replaced, and of a run made before."""
-    run = copy if began else tmp_path / "run"
-    if began:
-        shutil.rmtree(next((run / "cells").iterdir()))
-    made = {
-        (key, number): with_card(batch, weights="sha256 other") if began or number == 1 else batch
-        for (key, number), batch in undisturbed[1].items()
-    }
-    message = "another tiny-gpt2.s weights: .random, seed 0., not .sha256 other.; .* choose another folder"
-    with pytest.raises(RunError, match=message):
-        sweep(run, grids_of(files), Replaying(made), pytest.fail)
-
-
 @pytest.mark.parametrize("back", [False, True])
-def test_a_run_folder_that_is_moved_meanwhile_is_not_filled(undisturbed, files, tmp_path, back):
+def test_a_run_folder_that_is_moved_meanwhile_is_not_filled(grids, tmp_path, back):
     """Nor one that takes its place."""
     run = tmp_path / "run"
 
-    def move():
-        run.rename(tmp_path / "before")
-        if back:
-            shutil.copytree(tmp_path / "before", run)
+    def move(number):
+        if number == 2:
+            run.rename(tmp_path / "before")
+            if back:
+                shutil.copytree(tmp_path / "before", run)
 
     with pytest.raises(RunError, match="is gone: it was moved or removed"):
-        sweep(run, grids_of(files), Replaying(undisturbed[1], 2, move), pytest.fail)
+        fake_fill(run, grids, FakeWorker(before=move))
     assert run.exists() == back
 
 
 # --- what goes wrong
 
 
-def test_a_failing_cell_is_recorded_the_rest_goes_on_and_the_next_sweep_tries_it_again(
-    tmp_path, monkeypatch, capsys
-):
-    real, made = working.decode_batch, []
+def test_a_failing_cell_is_told_by_the_command_until_it_is_made(tmp_path, monkeypatch, capsys):
+    """That the rest is made, and what is finished stays: `test_engines`."""
 
-    def failing(model, plan, pairs, progress):
-        made.append(pairs)
-        top = any(
-            rule is not None and rule.layers == "top" for rule in plan.arrangement.augmentations
-        )
-        if top and len(pairs) == 2 and failing.on:
+    def failing(self, cell, number, *_):
+        if failing.on and number == 1 and "layers top" in cell.arm:
             raise ValueError("out of luck")
-        return real(model, plan, pairs, progress)
+        return batch_of(cell, number)
 
     failing.on, run = True, tmp_path / "run"
-    monkeypatch.setattr(working, "decode_batch", failing)
+    monkeypatch.setattr(Worker, "make_batch", failing)
     (tmp_path / "two.toml").write_text(TWO)
     line = f"sweep {tmp_path / 'two.toml'} --out {run} --workers 1 --device cpu"
     assert lapa2(line) == 2
@@ -738,141 +622,63 @@ def test_a_failing_cell_is_recorded_the_rest_goes_on_and_the_next_sweep_tries_it
     (bad,) = load_run(run).select(layers="top").by_key
     assert f"({bad}): ValueError: out of luck" in printed.err
     assert "lapa2: 1 cell failed; `lapa2 runs" in printed.err.splitlines()[-1]
-    assert sorted(load_run(run).cells["state"]) == ["failed", "finished", "finished"]
     traceback = load_run(run).failures[bad].traceback
     assert traceback.startswith("Traceback (most recent call last)")
-    assert 'raise ValueError("out of luck")' in traceback
     assert lapa2("runs", run, "--traceback", "--state", "failed") == 0
     printed = capsys.readouterr().out
     assert "two: 2 finished, 1 failed" in printed
-    assert "raise ValueError" in printed
+    assert 'raise ValueError("out of luck")' in printed
     assert printed.count("baseline") == 0
-    before = stamps(run)
-    failing.on = made.clear()
+    failing.on = False
     assert lapa2(line) == 0
     assert "1 cell made" in capsys.readouterr().out
-    assert len(made) == 1, "the batch that had been finished was kept"
-    assert load_run(run).failures == {}
     assert not list(run.rglob("failed.json"))
-    assert before.items() <= stamps(run).items()
     assert lapa2("runs", run) == 0
     assert "two: 3 finished" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (
-            {"format": 2},
-            "run of format 2 .*this is .*format 4; read it with that version, or sweep into a new",
-        ),
-        ({"grids": None}, "is not a run: its run.json is something else's"),
-        ({"grids": 3}, "is damaged or of another version: grids: .*found 3"),
-        ({"nonsense": 3}, "is damaged or of another version: nonsense"),
-        *(
-            (text, "run.json is damaged: .*; remove it, and `lapa2 sweep`")
-            for text in ("", "[]", '{"format": 4, "gri', "\x00\xff")
-        ),
-    ],
-)
-def test_a_run_of_another_version_or_with_a_damaged_listing_is_refused(
-    copy, files, change, message
-):
-    if isinstance(change, dict):
-        raw = json.loads((copy / "run.json").read_text()) | change
-        change = json.dumps({name: value for name, value in raw.items() if value is not None})
-    (copy / "run.json").write_bytes(change.encode("latin-1"))
-    before = contents(copy)
-    for act in (load_run, lambda run: sweep(run, grids_of(files), Replaying({}))):
-        with pytest.raises(RunError, match=message):
-            act(copy)
-    assert contents(copy) == before
-
-
-def test_a_listing_without_cells_or_with_one_that_is_not_there(copy):
-    edit = json.loads((copy / "run.json").read_text())
-    (copy / "run.json").write_text(json.dumps(edit | {"grids": {"g": ["0" * 16]}}))
-    with pytest.raises(RunError, match=f"run.json lists the cell {'0' * 16}, .*grid .g.") as caught:
-        load_run(copy)
-    assert "the run is of" not in str(caught.value)
-    (copy / "run.json").write_text(json.dumps(edit | {"grids": {}}))
-    with pytest.raises(
-        TraceError, match="has no cells, since its run.json has no grids; `lapa2 sw"
-    ):
-        load_run(copy).attention()
-
-
-def test_a_listing_that_is_lost_or_of_another_version_is_no_obstacle(copy, files, capsys):
-    listing = copy / "run.json"
+def test_a_listing_that_is_lost_or_of_another_version_is_no_obstacle(fake, grids):
+    listing = fake / "run.json"
     listing.write_text(listing.read_text().replace(Listing().lapa2_interp, "9.0"))
-    assert len(load_run(copy).finished) == 4
-    assert sweep(copy, grids_of(files), Replaying({}), pytest.fail).before == 4
+    assert len(load_run(fake).finished) == 4
+    assert fake_fill(fake, grids).before == 4
     listing.unlink()
-    assert lapa2("runs", copy) == 2
-    assert "no run.json; `lapa2 sweep` with its grids writes it" in capsys.readouterr().err
-    assert sweep(copy, grids_of(files), Replaying({}), pytest.fail).before == 4
-    assert {"one", "two"} == load_run(copy).listing.grids.keys()
+    assert fake_fill(fake, grids).before == 4
+    assert {"one", "two"} == load_run(fake).listing.grids.keys()
 
 
-@pytest.mark.parametrize(
-    ("spoil", "message"),
-    [
-        (
-            lambda file: file.write_text(file.read_text().replace('"seed": 1', '"seed": 2')),
-            "has changed, .* give the key",
-        ),
-        (lambda file: file.write_text("{"), "is damaged or of another version: "),
-        (lambda file: file.write_text('{"length": 0}'), "is damaged or of another version: "),
-        (lambda file: (file.unlink(), file.mkdir()), "is a folder; remove it"),
-        (Path.unlink, "is missing; .*`lapa2 sweep` with the cell's grid .one, two. writes it"),
-    ],
-    ids=["changed", "cut", "no cell", "a folder", "away"],
-)
-def test_settings_of_a_cell_that_are_damaged_are_refused_and_written_anew_by_a_sweep(
-    copy, files, tmp_path, cell, spoil, message
-):
-    file = copy / "cells" / cell.key / "cell.json"
-    before = file.read_text()
-    spoil(file)
-    with pytest.raises(DamagedError, match=f"{cell.key}/cell.json {message}"):
-        load_run(copy)
-    if file.is_dir():
-        file.rmdir()
-    (tmp_path / "auto.toml").write_text(ONE.replace('dtype = "float32"', 'dtype = "auto"'))
-    (grid,) = launching.load_grids(copy, [str(tmp_path / "auto.toml")])
-    assert {planned.dtype for planned in grid.cells} == {"float32"}, (
-        "that of the cells that can be read"
-    )
-    assert sweep(copy, grids_of(files), Replaying({}), pytest.fail).before == 4
-    assert file.read_text() == before
-
-
-def test_a_folder_that_is_something_else_is_left_alone(files, tmp_path):
-    (tmp_path / "thesis").mkdir()
-    (tmp_path / "thesis" / "chapter1.txt").write_text("years of work")
-    (tmp_path / "file").touch()
-    with pytest.raises(RunError, match="exists and is not a run; choose another out"):
-        sweep(tmp_path / "thesis", grids_of(files), Replaying({}))
-    assert [file.name for file in (tmp_path / "thesis").iterdir()] == ["chapter1.txt"]
-    with pytest.raises(RunError, match="cannot write .*file: File exists"):
-        sweep(tmp_path / "file", grids_of(files), Replaying({}))
-    message = "is not a run: it has no run.json; `lapa2 generate` and `lapa2 sweep GRID --out"
-    with pytest.raises(RunError, match=message):
-        load_run(tmp_path / "thesis")
-    (tmp_path / "empty").mkdir()
-    run = open_run(tmp_path / "empty", grids_of(files))
-    assert (len(run.samples()), run.finished) == (0, {})
+def test_an_empty_folder_becomes_a_run(grids, tmp_path):
+    run = open_run(tmp_path, grids)
+    assert (len(run.texts()), run.finished) == (0, {})
     assert run.cells["state"].tolist() == ["missing"] * 4
 
 
-def half_done(run, files, made, batches):
-    """A run that was stopped after so many batches."""
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda file: file.write_text(file.read_text().replace('"seed": 1', '"seed": 2')),
+        lambda file: file.write_text("{"),
+        Path.unlink,
+    ],
+    ids=["changed", "cut", "away"],
+)
+def test_settings_of_a_cell_that_are_damaged_are_written_anew(fake, grids, tmp_path, cell, spoil):
+    file = fake / "cells" / cell.key / "cell.json"
+    before = file.read_text()
+    spoil(file)
+    (tmp_path / "auto.toml").write_text(ONE.replace('dtype = "float32"', 'dtype = "auto"'))
+    (grid,) = sweeping.load_grids(fake, [str(tmp_path / "auto.toml")])
+    assert {planned.dtype for planned in grid.cells} == {"float32"}, (
+        "that of the cells that can be read"
+    )
+    assert fake_fill(fake, grids).before == 4
+    assert file.read_text() == before
 
-    def stop():
-        raise KeyboardInterrupt
 
-    with pytest.raises(KeyboardInterrupt):
-        sweep(run, grids_of(files), Replaying(made, batches, stop), pytest.fail)
+def with_record(batch, of_model=(), **changes):
+    """A batch whose record, or whose model's card, says something else."""
+    card = batch.record.model.model_copy(update=dict(of_model))
+    return replace(batch, record=batch.record.model_copy(update={"model": card, **changes}))
 
 
 OTHERWISE = {
@@ -880,84 +686,77 @@ OTHERWISE = {
     "and is 1.0": {"versions": {"torch": "1.0"}},
     f"processor was {processor_kind()} and is another": {"processor": "another"},
     "and is 9.9": {"lapa2_interp": "9.9"},
+    "and is all": {"of_model": {"prepacking": "all"}},
 }
 
 
-def test_batches_that_were_made_otherwise_are_made_again(undisturbed, files, tmp_path, cell):
+class Otherwise(FakeWorker):
+    """Makes batches of a cell whose records say something else."""
+
+    def __init__(self, key, facts):
+        super().__init__()
+        self.key, self.facts = key, facts
+
+    def outcome(self, cell, number):
+        batch = super().outcome(cell, number)
+        return with_record(batch, **self.facts) if cell.key == self.key else batch
+
+
+def test_batches_that_were_made_otherwise_are_made_again(grids, tmp_path, cell):
     """Each change counts alone; here a sweep meets all of them at once."""
-    folder, made = undisturbed
-    half_done(tmp_path / "run", files, made, 1)
-    record = made[cell.key, 0].record
+    half_done(tmp_path / "run", grids, 1)
+    batch = batch_of(cell, 0)
     for change, facts in OTHERWISE.items():
-        assert change in record.changes(with_record(made[cell.key, 1], **facts).record)
-    assert "and is none" in record.changes(with_card(made[cell.key, 1], prepacking="none").record)
+        assert change in batch.record.changes(with_record(batch, **facts).record)
     every = {name: value for facts in OTHERWISE.values() for name, value in facts.items()}
-    otherwise = {
-        name: with_record(with_card(batch, prepacking="none"), **every)
-        for name, batch in made.items()
-        if name[0] == cell.key
-    }
-    notes, engine = [], Replaying(made | otherwise)
-    sweep(tmp_path / "run", grids_of(files), engine, notes.append)
-    assert (cell.key, 0) in engine.done
+    notes, worker = [], Otherwise(cell.key, every)
+    fake_fill(tmp_path / "run", grids, worker, notes.append)
+    assert (cell.key, 0) in worker.made
     (note,) = notes
     assert f"({cell.key}): 1 finished batch made again; " in note
-    for change in (*OTHERWISE, "and is none"):
-        assert change in note
-    records = load_run(tmp_path / "run").records(cell.key)
-    assert not records[0].changes(records[1]), "no cell is of two kinds"
-    assert_equal_runs(tmp_path / "run", folder)
+    assert all(change in note for change in OTHERWISE)
+    run = load_run(tmp_path / "run")
+    first, *others = run.records(cell.key)
+    assert not any(first.changes(record) for record in others), "no cell is of two kinds"
+    assert len(run.finished) == 4
 
 
-def test_another_commit_alone_makes_nothing_again(undisturbed, files, tmp_path, cell):
-    folder, made = undisturbed
-    half_done(tmp_path / "run", files, made, 1)
-    committed = {(cell.key, 1): with_record(made[cell.key, 1], commit="another")}
-    engine = Replaying(made | committed)
-    sweep(tmp_path / "run", grids_of(files), engine, pytest.fail)
-    assert (cell.key, 0) not in engine.done
-    assert_equal_runs(tmp_path / "run", folder)
+def test_another_commit_alone_makes_nothing_again(grids, tmp_path, cell):
+    half_done(tmp_path / "run", grids, 1)
+    worker = Otherwise(cell.key, {"commit": "another"})
+    assert fake_fill(tmp_path / "run", grids, worker).made == 4
+    assert (cell.key, 0) not in worker.made
 
 
-def test_the_first_batch_of_a_sweep_says_how_the_others_of_its_cell_are_made(
-    undisturbed, files, tmp_path
-):
-    folder, made = undisturbed
-    half_done(tmp_path / "run", files, made, sum(BATCHES) - 2)
-    engine = Replaying(made)
-    sweep(tmp_path / "run", grids_of(files), engine, pytest.fail)
-    assert engine.packings == [None, made[engine.done[0]].record.model.prepacking]
-    assert_equal_runs(tmp_path / "run", folder)
+def test_the_first_batch_of_a_sweep_says_how_the_others_of_its_cell_are_made(cell, tmp_path):
+    class Packing(Serial):
+        def submit(self, cell, number, packing, progress):
+            packings.append(packing)
+            return super().submit(cell, number, packing, progress)
+
+    packings, worker = [], Otherwise(cell.key, {"of_model": {"prepacking": "all"}})
+    only = [Grid("one", "", (cell,))]
+    fill_run(tmp_path / "run", only, Packing(worker), pytest.fail)
+    assert packings == [None, "all"]
 
 
-def test_what_is_beside_the_batches_of_a_cell_stays_and_is_no_batch(copy, files, cell):
+def test_what_is_beside_the_batches_of_a_cell_stays_and_is_no_batch(fake, grids, cell):
     """What a kill left, a copy by a file manager, and what other commands write."""
-    own = copy / "cells" / cell.key
+    own = fake / "cells" / cell.key
     old = Failure(when="2026-01-01T00:00:00Z", traceback="ValueError: old")
     write_text(own / "failed.json", old.model_dump_json())
     shutil.copy(own / "000.json", own / "000 (copy).json")
-    with temporary_folder(copy) as scores:  # as `lapa2 score RUN --out RUN/scores` does
-        assert load_run(copy).failures == {}
-        assert sweep(copy, grids_of(files), Replaying({}), pytest.fail).before == 4
+    with temporary_folder(fake) as scores:  # as `lapa2 score RUN --out RUN/scores` does
+        assert load_run(fake).failures == {}
+        assert fake_fill(fake, grids).before == 4
         assert scores.is_dir()
     assert (own / "000 (copy).json").exists()
     shutil.copy(own / "000.parquet", own / "009.parquet")
     text = (own / "000.json").read_text()
     (own / "009.json").write_text(text.replace('"000.', '"009.'))
-    assert sweep(copy, grids_of(files), Replaying({}), pytest.fail).before == 4
+    assert fake_fill(fake, grids).before == 4
     assert not (own / "009.json").exists(), "a number that the cell does not have"
-    assert len(load_run(copy).finished) == 4
-
-
-def test_a_failure_that_cannot_be_read_is_said(copy, cell):
-    own = copy / "cells" / cell.key
-    (own / "000.json").unlink()
-    (own / "failed.json").write_bytes(b"\x00")
-    cells = load_run(copy).cells
-    assert (cells["state"][0], cells["why"][0]) == (
-        "failed",
-        f"unknown: {own}/failed.json is damaged",
-    )
+    assert len(load_run(fake).finished) == 4
 
 
 @pytest.mark.parametrize(
@@ -969,24 +768,24 @@ def test_a_failure_that_cannot_be_read_is_said(copy, cell):
         (MemoryError("Unable to allocate 9 GiB"), "store.pd.read_parquet"),
     ],
 )
-def test_a_disk_that_fails_or_too_little_memory_is_no_damage(copy, monkeypatch, error, where):
+def test_a_disk_that_fails_or_too_little_memory_is_no_damage(fake, monkeypatch, error, where):
     """The cell may be sound: it is not made again."""
 
     def fails(*_, **__):
         raise error
 
-    before = contents(copy)
+    before = contents(fake)
     monkeypatch.setattr(f"lapa2_interp.runs.{where}", fails)
     with pytest.raises(type(error), match=str(error.args[-1])):
-        load_run(copy).samples()
-    assert contents(copy) == before
+        load_run(fake).texts()
+    assert contents(fake) == before
 
 
 # --- reading
 
 
 def test_generate_gives_what_a_sweep_writes(undisturbed, tmp_path):
-    swept, model = load_run(undisturbed[0]), load("tiny-gpt2")
+    swept, model = load_run(undisturbed), load("tiny-gpt2")
     made = make_cells(model, list(swept.by_key.values())).save(tmp_path / "made")
     assert_equal_runs(made.folder, swept.folder)
     for key in swept.by_key:
@@ -995,7 +794,7 @@ def test_generate_gives_what_a_sweep_writes(undisturbed, tmp_path):
     asked = {"attribute": "positive", "prompts": ["The book"], "length": 14, "dtype": "float32"}
     alone = generate("tiny-gpt2", **asked).save(tmp_path / "alone")
     grid = Grid("mine", "", tuple(alone.by_key.values()))
-    sweep(tmp_path / "swept", [grid], InProcess("cpu"), pytest.fail)
+    fill_run(tmp_path / "swept", [grid], InProcess("cpu"), pytest.fail)
     assert_equal_runs(tmp_path / "swept", alone.folder)
 
 
@@ -1006,18 +805,18 @@ def test_reading_is_tidy_and_generates_nothing(undisturbed, monkeypatch):
     loads = [f"models.load.load_{kind}" for kind in ("model", "transformers", "tokenizer")]
     for name in (*loads, "generation.loop.decode_batch", "generation.plan.plan_batches"):
         monkeypatch.setattr(f"lapa2_interp.{name}", never)
-    run = load_run(undisturbed[0])
-    samples, cells = run.samples(), run.cells
-    assert len(samples) == 3 * 6 + 3
-    assert not samples.duplicated(["cell", "prompt", "sample"]).any()
-    sizes = samples.groupby("cell", sort=False).size().to_dict()
+    run = load_run(undisturbed)
+    texts, cells = run.texts(), run.cells
+    assert len(texts) == 3 * 6 + 3
+    assert not texts.duplicated(["cell", "prompt", "sample"]).any()
+    sizes = texts.groupby("cell", sort=False).size().to_dict()
     assert sizes == {key: 3 * cell.samples for key, cell in run.by_key.items()}
     # A byte is a token.
-    assert (samples["n_tokens"] + samples["prompt"].str.len()).tolist() == [18] * 21
+    assert (texts["n_tokens"] + texts["prompt"].str.len()).tolist() == [18] * 21
     assert list(cells["key"]) == list(run.by_key)
     assert cells["grids"].tolist().count("one, two") == 1
     tokens = cells.set_index("key")["tokens"].to_dict()
-    assert tokens == samples.groupby("cell")["n_tokens"].sum().to_dict()
+    assert tokens == texts.groupby("cell")["n_tokens"].sum().to_dict()
     assert (cells["seconds"] > 0).all()
     row = cells[cells["layers"] == "top"].iloc[0]
     named = {
@@ -1028,30 +827,18 @@ def test_reading_is_tidy_and_generates_nothing(undisturbed, monkeypatch):
     assert row[list(named)].to_dict() == named
     assert isinstance(run.trace(cells["key"].iloc[-1]), xr.Dataset)
     assert run.trace(row["key"]) is None
-    own = samples[samples["cell"] == row["key"]].reset_index(drop=True)
-    pd.testing.assert_frame_equal(run.samples([row["key"]]), own)
+    own = texts[texts["cell"] == row["key"]].reset_index(drop=True)
+    pd.testing.assert_frame_equal(run.texts([row["key"]]), own)
     chosen = run.select(method="prefix", arm=["baseline", row["arm"]], task="sentiment")
     arms = ("baseline", row["arm"])
     assert list(chosen.by_key) == [key for key, cell in run.by_key.items() if cell.arm in arms]
 
 
-def test_cells_that_are_not_finished_are_named(undisturbed, files, tmp_path, capsys):
-    half_done(tmp_path / "run", files, undisturbed[1], 3)
+def test_states_of_cells_are_listed(grids, tmp_path, capsys):
+    half_done(tmp_path / "run", grids, 3)
     run = load_run(tmp_path / "run")
     assert run.cells["state"].tolist() == ["finished", "partly", "missing", "missing"]
-    key = run.cells["key"][2]
-    assert set(run.samples()["cell"]) == {run.cells["key"][0]}
-    message = f"cell {key} .* is not finished; `lapa2 sweep` with its grid makes it"
-    for read in (
-        lambda lost: finished_cell(run, lost),
-        run.trace,
-        run.manifest,
-        lambda lost: run.samples([lost]),
-    ):
-        with pytest.raises(RunError, match=message):
-            read(key)
-        with pytest.raises(RunError, match="has no cell 'nonsense'; `lapa2 runs .*` lists them"):
-            read("nonsense")
+    assert set(run.texts()["cell"]) == {run.cells["key"][0]}
     assert lapa2("runs", tmp_path / "run", "--json", "--state", "missing") == 0
     assert [row["state"] for row in json.loads(capsys.readouterr().out)] == ["missing"] * 2
     assert lapa2("runs", tmp_path / "run") == 0
@@ -1059,7 +846,7 @@ def test_cells_that_are_not_finished_are_named(undisturbed, files, tmp_path, cap
 
 
 def test_a_manifest_says_what_made_the_cell(undisturbed):
-    run = load_run(undisturbed[0])
+    run = load_run(undisturbed)
     for key, cell in run.by_key.items():
         manifest = run.manifest(key)
         assert (manifest.cell, manifest.cell.key) == (cell, key)
@@ -1071,7 +858,7 @@ def test_a_manifest_says_what_made_the_cell(undisturbed):
             1,
         )
         assert manifest.versions["torch"] == importlib.metadata.version("torch")
-        assert manifest.new_tokens == run.samples([key])["n_tokens"].sum()
+        assert manifest.new_tokens == run.texts([key])["n_tokens"].sum()
         assert manifest.seconds > 0
         assert (
             manifest.branches["prefix" if cell.method == "prefix" else "target"] == "Very positive:"
@@ -1089,7 +876,7 @@ def test_every_class_of_model_and_every_option_reaches_the_worker(tmp_path, mode
     text = text.replace('"float32"', '"float64"')
     text += f'model_class = "{model_class}"\neos = "stop"\ntop_k = 5\nseed = 3\n'
     grid, (cell,) = grid_of(tmp_path, text + 'method = "prefix"\n')
-    assert sweep(tmp_path / "run", [grid], InProcess("cpu"), pytest.fail).made == 1
+    assert fill_run(tmp_path / "run", [grid], InProcess("cpu"), pytest.fail).made == 1
     finished = finished_cell(load_run(tmp_path / "run"), cell.key)
     assert finished.trace is None
     card = finished.manifest.model
@@ -1098,17 +885,7 @@ def test_every_class_of_model_and_every_option_reaches_the_worker(tmp_path, mode
         load("tiny-gpt2", "float64", model_class), cell.decoding_method, cell.task, "positive",
         cell.task.prompts.texts, length=18, seed=3, top_k=5, eos="stop", trace="none",
     )  # fmt: skip
-    assert finished.samples["text"].tolist() == alone.samples["text"].tolist()
-
-
-def test_grids_of_one_name_are_refused(tmp_path, capsys):
-    """A file x.toml in two folders."""
-    for folder in ("a", "b"):
-        (tmp_path / folder).mkdir()
-        (tmp_path / folder / "x.toml").write_text(ONE)
-    one, two = (tmp_path / folder / "x.toml" for folder in "ab")
-    assert lapa2("sweep --workers 1 --out", tmp_path / "run", one, two) == 2
-    assert "two grids have the name x; rename a file" in capsys.readouterr().err
+    assert finished.texts["text"].tolist() == alone.texts["text"].tolist()
 
 
 # --- a grid that has changed
@@ -1118,36 +895,32 @@ EARLIER = "2 cells of an earlier grid are in "
 
 
 @pytest.fixture
-def changed(undisturbed, tmp_path):
-    """A run whose grid two has lost two of its cells since: the folder, and the grid now."""
+def changed(fake, tmp_path):
+    """A run whose grid two has lost two of its cells since: the folder, and the grids now."""
     grid, _ = grid_of(tmp_path, ONE)
-    two = replace(grid, name="two")
-    return shutil.copytree(undisturbed[0], tmp_path / "changed"), [replace(grid, name="one"), two]
+    return fake, [replace(grid, name="one"), replace(grid, name="two")]
 
 
-def test_a_sweep_names_what_an_earlier_grid_has_left(changed, undisturbed, files):
-    run, grids = changed
+def test_a_sweep_names_what_an_earlier_grid_has_left(changed, grids):
+    run, fewer = changed
     for _ in range(2):  # every time, not only when the grid has changed
         notes = []
-        done = sweep(run, grids, Replaying(undisturbed[1]), notes.append)
+        done = fake_fill(run, fewer, notify=notes.append)
         assert (done.before, done.made) == (2, 0)
         (line,) = notes
         assert line.startswith(f"{EARLIER}{run} too, and in no table or report: tiny-gpt2 sent")
         assert line.endswith("lists them, and with --remove-earlier removes them")
     assert len(load_run(run).by_key) == 2
-    sweep(run, grids_of(files), Replaying(undisturbed[1]), pytest.fail)  # the grid as it was
-    assert_equal_runs(run, undisturbed[0])
+    assert fake_fill(run, grids).before == 4, "with the grid as it was"
 
 
-def test_cells_of_an_earlier_grid_are_listed_read_and_removed_when_asked_for(
-    changed, undisturbed, capsys
-):
-    run, grids = changed
-    sweep(run, grids, Replaying(undisturbed[1]), lambda line: None)
+def test_cells_of_an_earlier_grid_are_listed_read_and_removed_when_asked_for(changed, capsys):
+    run, fewer = changed
+    fake_fill(run, fewer, notify=lambda line: None)
     now, every = load_run(run), load_run(run, earlier=True)
     old = [key for key in every.by_key if key not in now.by_key]
     assert every.cells["grids"].tolist() == ["one, two"] * 2 + [""] * 2
-    assert len(every.samples(old)) == sum(every.by_key[key].n_texts for key in old)
+    assert len(every.texts(old)) == sum(every.by_key[key].n_texts for key in old)
     assert lapa2("runs", run) == 0
     printed = capsys.readouterr().out.splitlines()
     assert printed[2].startswith("earlier grids (in no table or report; --remove-earlier removes")
@@ -1160,20 +933,20 @@ def test_cells_of_an_earlier_grid_are_listed_read_and_removed_when_asked_for(
     assert "2 cells of earlier grids removed" in capsys.readouterr().out
     assert {folder.name for folder in (run / "cells").iterdir()} == set(now.by_key)
     assert load_run(run, earlier=True).cells.equals(now.cells)
-    sweep(run, grids, Replaying(undisturbed[1]), pytest.fail)
+    fake_fill(run, fewer)
 
 
-def test_what_another_sweep_makes_and_links_are_not_removed(changed, undisturbed, tmp_path):
-    run, grids = changed
-    sweep(run, grids, Replaying(undisturbed[1]), lambda line: None)
+def test_what_another_sweep_makes_and_links_are_not_removed(changed, tmp_path):
+    run, fewer = changed
+    fake_fill(run, fewer, notify=lambda line: None)
     busy, idle = (
         key for key in load_run(run, earlier=True).by_key if key not in load_run(run).by_key
     )
     (tmp_path / "precious").mkdir()
     (run / "cells" / ("0" * 16)).symlink_to(tmp_path / "precious")
     notes = []
-    with acquire_lock(run / "cells" / busy / sweeping.LOCK):
-        assert remove_earlier(run, notes.append) == [idle]
+    with acquire_lock(run / "cells" / busy / filling.LOCK):
+        assert remove_earlier_cells(run, notes.append) == [idle]
     assert notes == [f"{busy} is being made by another sweep, and stays"]
     assert (run / "cells" / ("0" * 16)).is_symlink()
     assert (run / "cells" / busy / "000.json").exists()

@@ -204,7 +204,7 @@ def test_scorers_of_adapters(folder):
     assert scorer.version == f"adapter detox {scorer.card.sha256[:12]}"
     items = [TextItem("grim 3 grim"), TextItem("  "), TextItem("fine 3 fine")]
     table = run_scorer(scorer, items)
-    assert table["skipped"].tolist() == ["", "empty text", ""]
+    assert table["reason"].tolist() == ["", "empty text", ""]
     toxic = run_scorer(ToxicityScorer(AdapterScorer("detox", folder)), items)
     assert toxic["toxicity"].equals(table["toxic"])
     assert toxic["toxicity"][0] > 0.5 > toxic["toxicity"][2]

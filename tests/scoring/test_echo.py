@@ -6,7 +6,7 @@ import pytest
 from lapa2_interp._util.errors import ScoringError
 from lapa2_interp.scoring.echo import Echo, Masked, prefix_words
 from lapa2_interp.scoring.linear import LinearScorer
-from lapa2_interp.scoring.registry import ScorerOptions, make_scorer, score_samples
+from lapa2_interp.scoring.registry import ScorerOptions, make_scorer, score_texts
 from lapa2_interp.scoring.scorer import (
     ScoreCache,
     Scorer,
@@ -62,7 +62,7 @@ def test_echo_is_a_whole_word_of_ones_own_prefix():
     ]
     table = run_scorer(Echo(WORDS), items)
     assert table["echo"].tolist()[:4] == [1.0, 0.0, 1.0, 0.0]
-    assert table["skipped"].tolist()[4] == "empty text"
+    assert table["reason"].tolist()[4] == "empty text"
     with pytest.raises(ScoringError, match="unknown attribute 'clam'; .* did you mean 'calm'"):
         Echo(WORDS).score([TextItem("a", attribute="clam")])
 
@@ -87,9 +87,7 @@ def test_prefixes_without_words_of_their_own():
     masked = Masked(inner, none)
     items = [TextItem("This film is fine.", attribute="calm")]
     for scorer in (Echo(none), masked):
-        assert run_scorer(scorer, items)["skipped"].tolist() == [
-            "its prefix has no word of its own"
-        ]
+        assert run_scorer(scorer, items)["reason"].tolist() == ["its prefix has no word of its own"]
     assert inner.texts == []
     assert masked.key(items[0]) != inner.key(items[0])
     assert pd.isna(run_scorer(Echo({"calm": (), "angry": ("angry",)}), items)["echo"][0])
@@ -155,7 +153,7 @@ def test_the_second_scorer_of_a_metric_has_its_name_in_parentheses():
     frame = pd.DataFrame({"text": ["a fine film", "a dull film"], "prompt": ["a", "b"],
                           "attribute": ["positive"] * 2, "arm": ["x"] * 2})  # fmt: skip
     asked = expand_scorers(["accuracy", "echo"], ())
-    scores = score_samples(frame, asked, ScorerOptions(task="sentiment"))
+    scores = score_texts(frame, asked, ScorerOptions(task="sentiment"))
     assert list(scores["metric"]) == ["accuracy"] * 2 + ["accuracy (linear)"] * 2 + ["echo"] * 2
     assert (
         scores["scorer"].str.startswith(("accuracy (adapter", "accuracy (linear", "echo (")).all()

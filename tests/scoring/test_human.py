@@ -124,10 +124,10 @@ def test_the_rubric_is_the_papers():
 
 
 def test_sheets_do_not_depend_on_what_they_hide(tmp_path):
-    samples = made()
-    make_sheets(samples, tmp_path / "a", n_texts=40)
-    renamed = samples.assign(
-        arm=samples["arm"].map({ARMS[0]: "y", ARMS[1]: "b"}), **{"zq-column": "other"}
+    texts = made()
+    make_sheets(texts, tmp_path / "a", n_texts=40)
+    renamed = texts.assign(
+        arm=texts["arm"].map({ARMS[0]: "y", ARMS[1]: "b"}), **{"zq-column": "other"}
     )
     make_sheets(renamed.drop(columns="tokens"), tmp_path / "b", n_texts=40)
     for name in ("sheet.csv", "rubric.txt"):
@@ -173,12 +173,10 @@ def test_what_does_not_divide_is_left_out(sheets):
 
 
 def test_texts_are_of_what_all_arms_have_continued(sheets):
-    samples = made(prompts=5, samples=2)
+    texts = made(prompts=5, samples=2)
     # The second arm lacks 12 of 20 units; 8 can be paired.
-    samples = samples[
-        (samples["arm"] == ARMS[0]) | samples["prompt"].isin(["Prompt 0", "Prompt 3"])
-    ]
-    key = make_sheets(samples, sheets, n_texts=16)
+    texts = texts[(texts["arm"] == ARMS[0]) | texts["prompt"].isin(["Prompt 0", "Prompt 3"])]
+    key = make_sheets(texts, sheets, n_texts=16)
     assert set(key["prompt"]) == {"Prompt 0", "Prompt 3"}
 
 

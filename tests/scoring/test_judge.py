@@ -692,7 +692,7 @@ def test_a_text_that_is_too_long_ends_no_run_and_is_not_asked_again(server, make
     server.reply = replies.__getitem__
     for asked in (2, 2):
         table = run_scorer(make(concurrency=1), [item("long"), item("short")], ScoreCache(tmp_path))
-        assert table["skipped"].tolist() == ["text too long for the judge", ""]
+        assert table["reason"].tolist() == ["text too long for the judge", ""]
         assert len(server.bodies) == asked
 
 
@@ -975,16 +975,16 @@ def test_what_is_in_the_cache_is_not_asked_for_and_needs_no_key(
     second = run_scorer(make(), items, ScoreCache(tmp_path))
     assert len(server.bodies) == 3
     assert second.equals(first)
-    assert first.columns.tolist() == ["relevance", "fluency", "topicality", "skipped"]
+    assert first.columns.tolist() == ["relevance", "fluency", "topicality", "reason"]
     assert first.iloc[0].tolist() == [5, 4, 3, ""]
-    assert first["skipped"].tolist() == ["", "", "", "", "no prompt"]
+    assert first["reason"].tolist() == ["", "", "", "", "no prompt"]
 
 
 def test_texts_without_a_number_are_asked_for_again_by_the_next_run(server, make, tmp_path):
     server.replies = [Reply(None, refusal="no"), Reply("?"), Reply("?"), Reply()]
     items = [item("a"), item("bb")]
     first = run_scorer(make(concurrency=1), items, ScoreCache(tmp_path))
-    assert first["skipped"].tolist() == ["refused", "malformed answer"]
+    assert first["reason"].tolist() == ["refused", "malformed answer"]
     assert first["fluency"].isna().all()
     second = run_scorer(make(concurrency=1), items, ScoreCache(tmp_path))
     assert second["fluency"].tolist() == [4, 4]

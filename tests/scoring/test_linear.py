@@ -131,7 +131,7 @@ def test_a_saved_classifier_reads_back(few_columns, tmp_path):
     assert scorer.version == f"linear sentiment {card.sha256[:12]}"
     table = run_scorer(scorer, [TextItem("fine"), TextItem("  "), TextItem("grim")])
     assert table["positive"][0] > 0.5 > table["positive"][2]
-    assert table["skipped"].tolist() == ["", "empty text", ""]
+    assert table["reason"].tolist() == ["", "empty text", ""]
 
 
 def test_toxicity_is_the_toxic_labels_probability(few_columns, tmp_path):

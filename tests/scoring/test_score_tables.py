@@ -27,7 +27,7 @@ def scores(prompts, scorers=(ADAPTER,), alike=False):
     rows = [
         {"arm": arm, "prompt": f"p{p}", "sample": s, "metric": "accuracy", "scorer": scorer,
          "value": 1.0 if alike else float(rng.random() < 0.5 + 0.2 * (arm != "baseline")),
-         "skipped": "", "text": f"word{p} and {s}"}
+         "reason": "", "text": f"word{p} and {s}"}
         for arm in ("baseline", "alpha 1") for p in range(prompts) for s in range(6)
         for scorer in scorers
     ]  # fmt: skip

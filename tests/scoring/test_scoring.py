@@ -69,7 +69,7 @@ def test_each_distinct_text_is_scored_once_and_never_again(tmp_path):
     assert table["words"].tolist()[:2] == [1, 2]
     assert math.isnan(table["words"][2])
     assert table["words"].tolist()[3:] == [1, 3]
-    assert table["skipped"].tolist() == ["", "", "empty text", "", ""]
+    assert table["reason"].tolist() == ["", "", "empty text", "", ""]
     assert sorted(first.asked) == ["", "a b c", "one", "one two"]
     again = Lengths()
     assert run_scorer(again, TEXTS, ScoreCache(tmp_path)).equals(table)
@@ -109,7 +109,7 @@ def test_reasons_that_may_pass_are_not_cached(tmp_path):
     for _ in range(2):
         scorer = Unsure()
         assert (
-            run_scorer(scorer, TEXTS[:2], ScoreCache(tmp_path))["skipped"].tolist()
+            run_scorer(scorer, TEXTS[:2], ScoreCache(tmp_path))["reason"].tolist()
             == ["malformed answer"] * 2
         )
         assert len(scorer.asked) == 2
@@ -175,7 +175,7 @@ def test_a_token_that_is_partly_prompt_counts():
         assert read == ids
         assert parts[first] == token
     nothing = run_scorer(scorer, [TextItem(text, text)])
-    assert nothing["skipped"][0] == "nothing after the prompt"
+    assert nothing["reason"][0] == "nothing after the prompt"
 
 
 def test_perplexity_skips_short_and_empty_texts_and_counts_them():
@@ -188,7 +188,7 @@ def test_perplexity_skips_short_and_empty_texts_and_counts_them():
             TextItem("x " * 10),
         ],
     )
-    assert table["skipped"].tolist() == ["under 10 words", "empty text", ""]
+    assert table["reason"].tolist() == ["under 10 words", "empty text", ""]
     assert np.isfinite(table["perplexity"][2])
 
 
@@ -220,7 +220,7 @@ def test_a_text_cut_at_several_lengths_is_read_once_for_its_perplexity(monkeypat
     monkeypatch.setattr(transformer, "text_nll", seen)
     together = run_scorer(scorer, [TextItem(text) for text in cut])
     assert sum(read) == len(texts)
-    assert together["skipped"].tolist() == [one["skipped"][0] for one in apart]
+    assert together["reason"].tolist() == [one["reason"][0] for one in apart]
     alone = [one["perplexity"][0] for one in apart]
     np.testing.assert_allclose(together["perplexity"], alone, rtol=1e-12, equal_nan=True)
     assert np.isfinite(alone).tolist() == [True, True, False, True] * 2
@@ -360,7 +360,7 @@ def test_a_classifiers_probabilities_are_its_own(classifier):
         Classifier(classifier, {"LABEL_0": "negative", "LABEL_1": "positive"}),
         [TextItem(text) for text in texts],
     )
-    assert list(labelled.columns) == ["negative", "positive", "skipped"]
+    assert list(labelled.columns) == ["negative", "positive", "reason"]
     for text, row in zip(texts, labelled.to_numpy()[:, :2], strict=True):
         with torch.no_grad():
             expected = network(
@@ -465,7 +465,7 @@ def test_labels_of_one_name_count_together(classifier):
         run_scorer(Classifier(classifier), items),
         run_scorer(Classifier(classifier, names), items),
     )
-    assert list(merged.columns) == ["negative", "positive", "skipped"]
+    assert list(merged.columns) == ["negative", "positive", "reason"]
     assert merged["negative"].tolist() == pytest.approx(
         (parts["1 star"] + parts["2 stars"]).tolist()
     )
@@ -485,7 +485,7 @@ def test_blank_texts_are_not_given_to_a_classifier(classifier):
     scorer = Classifier(classifier)
     scorer.tokenizer = load_transformers("tiny-gpt2")[1]
     scores = run_scorer(scorer, [TextItem(""), TextItem("a"), TextItem(" ")])
-    assert scores["skipped"].isin(["empty text"]).tolist() == [True, False, True]
+    assert scores["reason"].isin(["empty text"]).tolist() == [True, False, True]
     assert scorer.score([TextItem("")]) == [SkippedText("empty text")]
 
 
@@ -494,17 +494,17 @@ def test_classifiers_that_do_not_fit(classifier):
         Classifier(classifier, {"LABEL_7": "positive"})
     with pytest.raises(ScoringError, match="unknown label 'toxic'; allowed: label_0, label_1"):
         Classifier(classifier, column="toxic")
-    samples = pd.DataFrame({"text": ["a"], "prompt": [""], "attribute": ["joyful"], "arm": [""]})
+    texts = pd.DataFrame({"text": ["a"], "prompt": [""], "attribute": ["joyful"], "arm": [""]})
     with pytest.raises(
         ScoringError, match="has the labels label_0, label_1, not 'joyful'; map its labels"
     ):
-        score_table(samples, Classifier(classifier))
+        score_table(texts, Classifier(classifier))
 
 
 # --- tables
 
 
-def samples(values, arm="baseline", prompts=4):
+def texts(values, arm="baseline", prompts=4):
     return pd.DataFrame(
         [
             {"text": "w " * n, "prompt": f"p{i % prompts}", "attribute": "positive", "arm": arm}
@@ -514,7 +514,7 @@ def samples(values, arm="baseline", prompts=4):
 
 
 def test_cells_by_hand():
-    (row,) = cell_table(score_table(samples([1, 2, 3]), Lengths())).to_dict("records")
+    (row,) = cell_table(score_table(texts([1, 2, 3]), Lengths())).to_dict("records")
     assert (row["mean"], row["n"], row["prompts"], row["skipped"], row["why"]) == (2.0, 3, 3, 0, "")
     # Student's t with 2 degrees: 4.303 * 1 / sqrt(3) = 2.484
     assert (row["low"], row["high"]) == pytest.approx((2 - 2.484, 2 + 2.484), abs=1e-3)
@@ -522,8 +522,8 @@ def test_cells_by_hand():
 
 
 def test_no_interval_leaves_what_its_metric_can_be():
-    frame = samples([1, 2, 30])
-    rows = [{**row, "value": value, "skipped": None, "scorer": "made up"} for row, value in
+    frame = texts([1, 2, 30])
+    rows = [{**row, "value": value, "reason": None, "scorer": "made up"} for row, value in
             zip(frame.to_dict("records"), (1.5, 2.0, 30.0), strict=True)]  # fmt: skip
     for metric, scale, low, high in (
         ("perplexity", 1, 1, None),
@@ -540,7 +540,7 @@ def test_no_interval_leaves_what_its_metric_can_be():
 
 
 def test_all_texts_alike_is_no_certainty():
-    frame = samples([1] * 60, prompts=20).assign(metric="accuracy", skipped=None, scorer="made up")
+    frame = texts([1] * 60, prompts=20).assign(metric="accuracy", reason=None, scorer="made up")
     (right,) = cell_table(frame.assign(value=1.0)).to_dict("records")
     (wrong,) = cell_table(frame.assign(value=0.0)).to_dict("records")
     # 20 prompts would all be right with chance 0.05 where 0.05^(1/20) = 86 % of all prompts are
@@ -556,7 +556,7 @@ def test_arms_of_unlike_attributes_are_not_compared():
     """Half an arm is a gap: its mean over "all" would be of other texts than its baseline's."""
     rows = [
         {"task": "sentiment", "method": method, "arm": arm, "attribute": attribute, "prompt": f"p{i}", "text": "w " * 12,
-         "metric": "accuracy", "value": float(attribute == "positive"), "skipped": None, "scorer": "made up"}
+         "metric": "accuracy", "value": float(attribute == "positive"), "reason": None, "scorer": "made up"}
         for method in ("prefix", "palette") for arm in ("baseline", "alpha 1") for attribute in ("positive", "negative")
         for i in range(9)
         if (method, arm, attribute) != ("prefix", "baseline", "positive")
@@ -580,7 +580,7 @@ def test_arms_of_unlike_attributes_are_not_compared():
 
 
 def test_skipped_texts_are_counted_with_their_reason():
-    frame = samples([1, 2, 3, 4])
+    frame = texts([1, 2, 3, 4])
     frame.loc[3, "text"] = ""
     (row,) = cell_table(score_table(frame, Lengths())).to_dict("records")
     assert (row["mean"], row["n"], row["skipped"], row["why"]) == (2.0, 3, 1, "1 empty text")
@@ -623,19 +623,19 @@ def test_accuracy_and_toxicity_cells():
 
 
 def test_differences_are_paired_on_prompts():
-    frame = pd.concat([samples([10, 20, 30, 40]), samples([11, 22, 31, 42], "lapa2")])
+    frame = pd.concat([texts([10, 20, 30, 40]), texts([11, 22, 31, 42], "lapa2")])
     (row,) = difference_table(score_table(frame, Lengths())).to_dict("records")
     assert difference_table(score_table(frame.assign(prompt=""), Lengths())).empty, "unpaired"
     assert row["difference"] == pytest.approx(1.5)
     assert (row["arm"], row["prompts"]) == ("lapa2", 4)
     assert row["p"] == pytest.approx(2 / 16), "all four differences have one sign"
     assert row["low"] > 0
-    assert difference_table(score_table(samples([1, 2]), Lengths()), "other").empty
+    assert difference_table(score_table(texts([1, 2]), Lengths()), "other").empty
 
 
 def made_up(prompt, arm, attribute, value):
     return {"prompt": prompt, "arm": arm, "attribute": attribute, "value": value, "text": "w",
-            "metric": "accuracy", "skipped": "", "scorer": "made up"}  # fmt: skip
+            "metric": "accuracy", "reason": "", "scorer": "made up"}  # fmt: skip
 
 
 def test_differences_of_all_attributes_are_of_the_texts_that_both_arms_have():
@@ -668,7 +668,7 @@ def test_arms_that_are_alike_are_no_certainty():
 
 
 def test_distinct_has_its_cells_too():
-    frame = pd.concat([samples([3, 4]), samples([5, 5], "lapa2")])
+    frame = pd.concat([texts([3, 4]), texts([5, 5], "lapa2")])
     table = distinct_cells(frame)
     assert table["metric"].tolist() == ["distinct-1", "distinct-2", "distinct-3"] * 2
     assert table["mean"][0] == pytest.approx(1 / 7)
@@ -676,8 +676,8 @@ def test_distinct_has_its_cells_too():
 
 
 def test_a_cell_of_empty_texts_is_in_the_table_of_distinct():
-    blank = samples([1, 1], "blank").assign(text=" ")
-    table = distinct_cells(pd.concat([blank, samples([3, 4])]))
+    blank = texts([1, 1], "blank").assign(text=" ")
+    table = distinct_cells(pd.concat([blank, texts([3, 4])]))
     assert table["arm"].tolist() == ["blank"] * 3 + ["baseline"] * 3
     assert table["mean"].isna().tolist() == [True] * 3 + [False] * 3
     assert (table["n"].tolist(), table["prompts"].tolist()) == ([0] * 3 + [2] * 3,) * 2
@@ -701,13 +701,13 @@ def test_lengths_are_cut_from_one_run():
         ))  # fmt: skip
 
     long, short = run(40), run(20)
-    cut = at_lengths(long.samples, long.manifest, [20, 40])
-    assert cut[cut["length"] == 20]["text"].tolist() == short.samples["text"].tolist()
-    assert cut[cut["length"] == 40]["text"].tolist() == long.samples["text"].tolist()
+    cut = at_lengths(long.texts, long.manifest, [20, 40])
+    assert cut[cut["length"] == 20]["text"].tolist() == short.texts["text"].tolist()
+    assert cut[cut["length"] == 40]["text"].tolist() == long.texts["text"].tolist()
     with pytest.raises(ScoringError, match="the run's texts have 40 tokens; 64 is longer"):
-        at_lengths(long.samples, long.manifest, [64])
+        at_lengths(long.texts, long.manifest, [64])
     with pytest.raises(ScoringError, match="give a run folder"):
-        at_lengths(long.samples, None, [20])
+        at_lengths(long.texts, None, [20])
 
 
 def test_parts_cover_the_text(gpt2_tokenizer):

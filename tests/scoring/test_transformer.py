@@ -407,7 +407,7 @@ def test_what_is_no_finite_number_is_no_score(value, tmp_path):
     items = [TextItem("one"), TextItem("three")]
     with ScoreCache(tmp_path) as cache:
         table = run_scorer(scorer, items, cache)
-        assert table["skipped"].tolist() == ["no number", ""]
+        assert table["reason"].tolist() == ["no number", ""]
         assert table["letters"].isna().tolist() == [True, False]
         assert list(cache.get(list(map(scorer.key, items)))) == [scorer.key(items[1])]
         assert run_scorer(Failing(), items, cache)["letters"].tolist() == [3, 5], "asked for again"

@@ -4,7 +4,7 @@ import pytest
 
 from lapa2_interp._util.errors import ScoringError
 from lapa2_interp.scoring import vader
-from lapa2_interp.scoring.registry import ScorerOptions, make_scorer, score_samples
+from lapa2_interp.scoring.registry import ScorerOptions, make_scorer, score_texts
 from lapa2_interp.scoring.scorer import TextItem, run_scorer
 
 
@@ -41,15 +41,15 @@ def test_it_is_an_accuracy_of_sentiment_and_can_be_masked():
     import pandas as pd
 
     texts = ["A positive lake.", "I love it.", " ", "The lake"]
-    samples = pd.DataFrame({"text": texts, "prompt": "The", "attribute": "positive"})
-    scores = score_samples(samples, ["accuracy=vader", "masked=vader"], ScorerOptions("sentiment"))
+    table = pd.DataFrame({"text": texts, "prompt": "The", "attribute": "positive"})
+    scores = score_texts(table, ["accuracy=vader", "masked=vader"], ScorerOptions("sentiment"))
     values = scores.groupby("metric", sort=False)["value"].apply(list)
     assert values["accuracy"][:2] == [1.0, 1.0]
     assert values["masked"][:2] == [0.0, 1.0]
     assert values["accuracy"][3] == 0.0
-    assert scores["skipped"][2] == "empty text"
+    assert scores["reason"][2] == "empty text"
     with pytest.raises(ScoringError, match="not 'world'"):
-        score_samples(samples.assign(attribute="world"), ["accuracy=vader"], ScorerOptions("topic"))
+        score_texts(table.assign(attribute="world"), ["accuracy=vader"], ScorerOptions("topic"))
 
 
 def test_a_missing_package_says_what_to_install(monkeypatch):

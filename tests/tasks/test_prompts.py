@@ -13,7 +13,7 @@ import pytest
 from conftest import lapa2, load
 
 from lapa2_interp import generate
-from lapa2_interp._util.errors import Lapa2Error, TaskError
+from lapa2_interp._util.errors import Lapa2Error
 from lapa2_interp._util.paths import is_path, kind_of
 from lapa2_interp.circuits.contrast_set import ContrastSet
 from lapa2_interp.circuits.pro_aug import prompt_slope
@@ -132,18 +132,6 @@ def test_the_home_folder_is_found(tmp_path, monkeypatch):
     assert load_task("~/mood.toml").name == "mood"
 
 
-@pytest.mark.parametrize("name", ["gone\n.txt", "a\x1b.txt\n", "p.txt\n"])
-def test_a_path_with_control_characters_is_told_in_one_line(name):
-    for call in (
-        lambda: read_prompts(name),
-        lambda: load_task(name),
-        lambda: load_task(f"{name}.toml"),
-    ):
-        with pytest.raises(TaskError) as caught:
-            call()
-        assert str(caught.value).isprintable()
-
-
 def test_texts_are_texts(tmp_path):
     """A sentence with a slash or dots, and any text in `Prompts` or in a file."""
     assert as_prompts(TEXTS).texts == TEXTS
@@ -157,12 +145,7 @@ def test_texts_are_texts(tmp_path):
     assert form.task.prefix("positive") == "Very good/bad:"
 
 
-@pytest.mark.parametrize("row", ["1,The lake, and the sea", "1", "1, "])
-def test_a_row_of_a_table_has_the_fields_of_its_head(row, tmp_path):
-    """A comma without quotes would cut a prompt."""
-    (tmp_path / "p.csv").write_text(f'id,prompt\n0,"The hut, and more"\n{row}\n')
-    with pytest.raises(TaskError, match="row 2: expected 2 fields and a prompt, found"):
-        read_prompts("p.csv")
+def test_a_prompt_of_a_table_may_have_a_comma(tmp_path):
     (tmp_path / "p.csv").write_text('id,prompt\n0,"The hut, and more"\n')
     assert read_prompts("p.csv") == ("The hut, and more",)
 

@@ -1,0 +1,274 @@
+"""The rows that the passes of a block read: their layouts, bias and check.
+
+They are given, or found in the ids of each first pass and kept for the passes behind its cache.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+from transformers import Cache
+
+from lapa2_interp._util.errors import AugmentationError, LayoutError
+from lapa2_interp.attention.batch_bias import BatchBias, CapCallback
+from lapa2_interp.attention.pass_check import PassCheck, check_cache_complete, n_cached_keys
+from lapa2_interp.bias.augmentation import (
+    Augmentation,
+    AugmentationLike,
+    active_augmentations,
+)
+from lapa2_interp.bias.find_spans import SpanFinder
+from lapa2_interp.bias.layout import Layout
+from lapa2_interp.bias.recipes import resolve_recipes
+from lapa2_interp.models.blocks import has_open_block
+from lapa2_interp.models.cache_name import cache_of
+from lapa2_interp.models.card import (
+    Model,
+    is_bridge,
+    layer_types,
+    n_layers_and_heads,
+    plain_network,
+)
+from lapa2_interp.models.positions import rows_problem
+
+FINDABLE = ("prefix", "bos", "input")
+"""Spans of an augmentation that found rows have."""
+SAMPLE = Layout(ids=(0, 0, 0), tokens=(), n_bos=1, l_pre=1, l_pro=1, counted=1)
+"""A row from which an augmentation's layers are known before the first pass."""
+
+
+class BlockRows:
+    """Rows of one length or padded to it.
+
+    Args:
+        rules: The active augmentations of each row.
+        layouts: One for each row.
+        check_ids: Refuse passes that read other tokens.
+        capped: Called with the biases that were cut at +-BIAS_CAP.
+        live: By row and slot of the first pass, False on padding, also after the text.
+
+    Raises:
+        AugmentationError, LayoutError: As `BatchBias`.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        rules: Sequence[tuple[Augmentation, ...]],
+        layouts: Sequence[Layout],
+        check_ids: bool = True,
+        capped: CapCallback | None = None,
+        live: Bool[Tensor, "row query"] | None = None,
+    ) -> None:
+        self.bias = BatchBias(
+            rules,
+            layouts,
+            n_layers_and_heads(model),
+            layer_types(model),
+            may_repeat=plain_network(model) is model,
+            capped=capped,
+        )
+        self.check = PassCheck(model, layouts, check_ids, live)
+        self.can_grow = live is None or bool(live[:, -1].all())
+        self._augmented_slot: float = math.inf  # of a query whose keys and values are augmented
+
+    def check_pass(self, n_queries: int, n_keys: int, first: int) -> None:
+        """Refuse a pass whose keys are not those of the rows."""
+        check_cache_complete(n_queries, n_keys, first)
+        if n_keys < self.bias.last_key and not self.check.is_ours:
+            raise LayoutError(
+                f"the span ends at slot {self.bias.last_key} but the forward pass has"
+                f" {n_keys} keys; feed the layout's own ids (layout.tensor)"
+            )
+        if first > self._augmented_slot:
+            raise LayoutError(
+                "under phase 'predicting_only' a cache must not keep keys of the query that"
+                " predicts; use new_rows(model, rules), a pass over the whole text, or"
+                " phase 'last_query'"
+            )
+        last = first + n_queries - 1
+        self._augmented_slot = last if self.bias.query_phase_acts_on(last) else math.inf
+
+
+class FoundRows:
+    """Rows whose spans are found in what the passes of a block read.
+
+    Args:
+        augmentation: Of every row.
+        capped: As `BlockRows`.
+
+    Attributes:
+        sample: Rows of an example, with the layers of all that follow.
+
+    Raises:
+        AugmentationError: The augmentation is one for each row, or has a span of its own, or layers
+            or heads that the model does not have.
+        LayoutError: The model's passes do not show their ids.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        augmentation: Augmentation | Sequence[AugmentationLike] | str | None,
+        finder: SpanFinder,
+        capped: CapCallback | None = None,
+    ) -> None:
+        plain = plain_network(model)
+        if plain is None and not is_bridge(model):
+            raise LayoutError(
+                "the passes of a HookedTransformer do not show their rows' padding; find spans in a"
+                " TransformerBridge or a transformers model, or give layouts"
+            )
+        self.model, self.finder, self.capped = model, finder, capped
+        self.rules = _rules_to_find(augmentation)
+        self.sample = BlockRows(model, [self.rules], [SAMPLE], capped=capped)
+        self.padding_problem = None
+        if plain is not None and not has_open_block(model):
+            self.padding_problem = rows_problem(model)
+        self._by_cache: WeakKeyDictionary[Any, BlockRows] = WeakKeyDictionary()
+        self._last = self.sample
+        self._read: Tensor | None = None  # the ids of the last pass that was to keep no cache
+
+    def of_pass(self, arguments: dict[str, Any]) -> BlockRows:
+        """The rows of a pass with these arguments.
+
+        Raises:
+            LayoutError: It has no ids, a filled cache, a piece of a prompt, no cache in a text that
+                grows, or masks other slots than those before and after a text; or a row lacks the
+                span, or has it more than once.
+        """
+        ids, cache = arguments.get("input_ids"), cache_of(arguments)
+        if ids is None:
+            raise LayoutError(
+                "spans are found in token ids, and the pass was given inputs_embeds; give it"
+                " input_ids, or give augmented(...) layouts"
+            )
+        if n_cached_keys(arguments):
+            self._last = self._behind(cache, ids)
+            return self._last
+        self._check_not_read_again(ids, arguments)
+        self._last = self._found(ids, arguments.get("attention_mask"))
+        if cache is not None:
+            self._by_cache[cache] = self._last
+        return self._last
+
+    def keep(self, network: Any, args: Any, output: Any) -> None:
+        """Keep the rows of a pass for those behind the cache that it returns; a hook of the
+        network."""
+        values = output.values() if isinstance(output, Mapping) else output
+        for value in values if isinstance(values, Iterable) else ():
+            if isinstance(value, Cache):
+                self._by_cache[value] = self._last
+
+    def _behind(self, cache: Any, ids: Int[Tensor, "row query"]) -> BlockRows:
+        rows = self._by_cache.get(cache)
+        if rows is None:
+            raise LayoutError(
+                "the pass has a cache that was filled before the block or by another pass, so its"
+                " spans cannot be found; read the whole text in one pass inside the block, or give"
+                " layouts"
+            )
+        if ids.shape[1] > 1:
+            raise LayoutError(
+                f"the pass reads {ids.shape[1]} more tokens behind its cache, and spans are found"
+                " in the first pass alone; read a prompt in one pass (no prefill_chunk_size, no"
+                " assistant model, no cache of earlier turns), or give layouts"
+            )
+        if not rows.can_grow:
+            raise LayoutError(
+                "a row is padded after its text, so tokens behind its cache do not follow it; pad"
+                " on the left (tokenizer.padding_side = 'left')"
+            )
+        return rows
+
+    def _check_not_read_again(
+        self, ids: Int[Tensor, "row query"], arguments: dict[str, Any]
+    ) -> None:
+        """Refuse a text that grows by a token in each pass without a cache: the span would be
+        searched in what was generated, and its prompt would grow."""
+        before = self._read
+        self._read = ids if arguments.get("use_cache") is False else None
+        if before is None or self._read is None or ids.shape[1] != before.shape[1] + 1:
+            return
+        if {*map(tuple, ids[:, :-1].tolist())} <= {*map(tuple, before.tolist())}:
+            raise LayoutError(
+                "a text is read again with each new token, so what was generated counts as prompt;"
+                " generate with use_cache=True"
+            )
+
+    def _found(self, ids: Int[Tensor, "row query"], mask: Any) -> BlockRows:
+        """The rows of a first pass."""
+        live = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask
+        if not isinstance(live, Tensor) or live.shape != ids.shape:
+            raise LayoutError(
+                "spans are found in rows with a mask of 0 and 1 [row, token], or none; this pass's"
+                " mask is another, as with a static cache; leave cache_implementation out, or give"
+                " layouts"
+            )
+        live = (live != 0).cpu()
+        lengths, pads = live.sum(1).tolist(), live.int().argmax(1).tolist()
+        layouts: list[Layout] = []
+        rules: list[tuple[Augmentation, ...]] = []
+        known: dict[tuple[tuple[int, ...], int], int] = {}  # samples and beams share their layout
+        for row, tokens in enumerate(ids.tolist()):
+            pad, length = pads[row], lengths[row]
+            if not live[row, pad : pad + length].all():
+                raise LayoutError(
+                    f"row {row} masks tokens inside its text, so its keys have no slots of their"
+                    " own; mask padding before and after a text alone"
+                )
+            text = tuple(tokens[pad : pad + length])
+            same = known.setdefault((text, pad), row)
+            layout, positions = self.finder.layout(text, pad, row)
+            layouts.append(layout if same == row else layouts[same])
+            rules.append(_rules_on(self.rules, positions) if same == row else rules[same])
+        if self.padding_problem and any(pads):
+            raise LayoutError(f"{self.padding_problem}; read rows of one length together")
+        return BlockRows(self.model, rules, layouts, capped=self.capped, live=live)
+
+
+def _rules_to_find(augmentation: Any) -> tuple[Augmentation, ...]:
+    """The active augmentations of every row; they act after the span unless they name a phase.
+
+    Raises:
+        AugmentationError: They are one for each row, or have spans of their own.
+    """
+    resolved = resolve_recipes(augmentation)
+    if isinstance(resolved, list):
+        raise AugmentationError(
+            "with find, rows are not known before they are read; give one augmentation, or several"
+            " that act together as a tuple"
+        )
+    rules = active_augmentations(resolved)
+    for rule in rules:
+        if not isinstance(rule, Augmentation):
+            raise AugmentationError(f"augmented was given {rule!r} for its augmentation")
+        if rule.span not in FINDABLE or rule.follows_released_code:
+            raise AugmentationError(
+                f"find says what the span is, and the augmentation has span {rule.span!r} of"
+                f" profile {rule.profile!r}; leave both out, or give span {', '.join(FINDABLE[1:])}"
+            )
+    return tuple(
+        rule
+        if "phase" in rule.model_fields_set
+        else rule.model_copy(update={"phase": "after_span"})
+        for rule in rules
+    )
+
+
+def _rules_on(
+    rules: tuple[Augmentation, ...], positions: tuple[int, ...]
+) -> tuple[Augmentation, ...]:
+    """The augmentations of a row whose span has these positions in its prefix; none without any."""
+    if not positions or len(positions) == positions[-1] + 1:
+        return rules if positions else ()
+    in_parts = {"span": ("prefix", positions)}
+    return tuple(
+        rule.model_copy(update=in_parts) if rule.span == "prefix" else rule for rule in rules
+    )
