@@ -255,8 +255,8 @@ RECIPES: dict[str, Recipe] = {
     "key-scale": Recipe(
         _key_scale,
         "multiplies the prefix's scores, negative ones too, by beta in the pass that predicts",
-        "DIRECTER, arXiv 2603.06745; read in mjk0618/directer (scale_kv_cache). Its test of each"
-        " token is method gate",
+        "DIRECTER, arXiv 2603.06745; read in mjk0618/directer (scale_kv_cache). Its gate is"
+        " method gate",
         "beta: 100, its code's",
     ),
     "log-n": Recipe(
