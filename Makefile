@@ -63,9 +63,9 @@ test-long: $(DEV)
 	python -m pytest -m "long and not slow and not alone and not drill" $(PARALLEL)
 test-hooked: $(HOOKED)
 	.venv-hooked/bin/python -m pytest -m "not slow and not drill" $(PARALLEL) tests
-# What drives a model of ours: lm-eval, Inspect.
+# What drives a model of ours: lm-eval, Inspect (which leaves streams open).
 test-harness: $(HARNESS)
-	.venv-harness/bin/python -m pytest tests/attention/test_lm_eval.py tests/generation/test_inspect_provider.py
+	.venv-harness/bin/python -m pytest -W ignore::ResourceWarning tests/attention/test_lm_eval.py tests/generation/test_inspect_provider.py
 # Harm that is done to commands on purpose, and a table of what came of it (docs/reliability.md): up to 8 minutes.
 DRILLED ?= tests/faults
 drills: $(DEV)
