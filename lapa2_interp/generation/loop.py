@@ -40,7 +40,6 @@ from lapa2_interp.generation.freectrl import decode_freectrl
 from lapa2_interp.generation.plan import Batch, BatchPlan, DecodedBatch
 from lapa2_interp.generation.sampling import NOTHING, draw
 from lapa2_interp.generation.turns import decode_turns
-from lapa2_interp.methods.activation_addition import ActivationAddition
 from lapa2_interp.methods.base import BatchStart, LogProbs
 from lapa2_interp.methods.freectrl import FreeCtrl
 from lapa2_interp.models.attention_interface import decided_path
@@ -111,8 +110,7 @@ def _decode(
         recorder = Recorder(*size, kind, plan.cell.patterns, layer_types(model))
     if rows is None:
         rows = new_rows(model, plan.rules)
-    shifts = batch.prepared[0].known if isinstance(plan.method, ActivationAddition) else {}
-    with shifted_residual(model, shifts, len(batch.layouts[0]) - 1):
+    with shifted_residual(model, batch.prepared[0].shifts, len(batch.layouts[0]) - 1):
         drawn = list(_decode_steps(model, plan, batch, ending, recorder, rows, bar))
     table = _text_table(model, plan, batch, torch.stack(drawn, dim=1), ending)  # sample step
     if recorder is None:

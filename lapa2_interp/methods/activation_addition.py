@@ -61,6 +61,7 @@ class ActivationAddition(Method):
     alpha: ClassVar[float] = 0.0
     in_paper: ClassVar[bool] = False
     files: ClassVar[tuple[str, ...]] = ("texts",)
+    changes_network: ClassVar[bool] = True
     when_empty: ClassVar[str] = "strength is so large that the model's numbers overflow"
     strength: Annotated[float, Field(allow_inf_nan=False)] = 1.0
     layers: str | int = "middle"
@@ -78,13 +79,13 @@ class ActivationAddition(Method):
 
     def prepare(self, context: MethodContext, task: Task, attribute: str, prompt: str) -> Prepared:
         if self.strength == 0:
-            return Prepared({})
+            return Prepared()
         vectors = context.cached(
             ("activation addition", self, task.model_dump_json(), attribute),
             lambda: self.vectors(context, task, attribute),
         )
         norms = {str(layer): round(float(vector.norm()), 4) for layer, vector in vectors.items()}
-        return Prepared(vectors, summary={"norm of the vector, by layer": norms})
+        return Prepared(shifts=vectors, summary={"norm of the vector, by layer": norms})
 
     def vectors(
         self, context: MethodContext, task: Task, attribute: str

@@ -89,11 +89,14 @@ class Prepared:
     Attributes:
         known: Any value for the method's `begin`.
         prefixes: By branch, the text before this prompt, if it replaces the branch's text.
+        shifts: By layer, a vector that is added to the residual stream at every generated token,
+            [d_model]; equal for all prompts of a run.
         summary: A summary for readers of the run, as JSON.
     """
 
     known: Any = None
     prefixes: Mapping[str, str] = field(default_factory=dict)
+    shifts: Mapping[int, Tensor] = field(default_factory=dict)
     summary: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -191,6 +194,8 @@ class Method(ABC):
         in_paper: True if the LaPA2 paper runs the method; of others `alpha` and `paper_name` are
             ours.
         reads_prompt: True if `begin` needs the prompt's log-likelihood under every branch.
+        changes_network: True if the network is another while it decodes; then `lapa2 view` cannot
+            read a text again.
     """
 
     name: ClassVar[str]
@@ -204,6 +209,7 @@ class Method(ABC):
     when_empty: ClassVar[str] = "a branch's own distribution is empty or not a number"
     in_paper: ClassVar[bool] = True
     reads_prompt: ClassVar[bool] = False
+    changes_network: ClassVar[bool] = False
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)

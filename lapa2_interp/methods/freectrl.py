@@ -187,6 +187,7 @@ class FreeCtrl(Method):
     alpha: ClassVar[float] = 0.0
     text_names: ClassVar[tuple[str, ...] | None] = ("class",)
     files: ClassVar[tuple[str, ...]] = ("words",)
+    changes_network: ClassVar[bool] = True
     u: Annotated[float, Field(allow_inf_nan=False)] = 1.15
     lam: Annotated[float, Field(allow_inf_nan=False)] = 0.2
     neurons: Annotated[int, Field(ge=0, le=MOST_NEURONS)] = 30

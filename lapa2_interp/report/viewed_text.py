@@ -37,8 +37,6 @@ from lapa2_interp.circuits.control import control_score
 from lapa2_interp.generation.cell import Cell
 from lapa2_interp.generation.plan import BatchPlan, plan_batches
 from lapa2_interp.generation.teacher_forcing import teacher_forced
-from lapa2_interp.methods.activation_addition import ActivationAddition
-from lapa2_interp.methods.freectrl import FreeCtrl
 from lapa2_interp.models.card import Model, ModelCard, model_card
 from lapa2_interp.models.load import load_model
 from lapa2_interp.models.machine import usable_memory
@@ -224,7 +222,7 @@ def recompute_attention(
         ModelError, PrefixError, RunError: Model or files are not those of the run.
     """
     first = next(iter(selected.cells.values()))
-    if isinstance(first.decoding_method, ActivationAddition | FreeCtrl):
+    if first.decoding_method.changes_network:
         raise TraceError(
             f"method {first.method} changes the network while it decodes, so its texts cannot be"
             " read again; choose cells of another method"
