@@ -54,6 +54,11 @@ def of_two_seeds():
     return dataclasses.replace(run, by_key=both, batches=run.batches | reseeded.batches)
 
 
+def of_a_changed_network():
+    with patch.object(PrefixConditioning, "changes_network", True):
+        shown()
+
+
 def patched(name, value):
     with patch(f"lapa2_interp.report.viewed_text.{name}", value):
         shown()
@@ -88,7 +93,7 @@ VIEWS = {
             ({"model": "tiny-llama"}, "was made with weights", TraceError),
         )
     },
-    "a method that changes the network": (lambda: patched("FreeCtrl", PrefixConditioning),
+    "a method that changes the network": (of_a_changed_network,
      "changes the network while it decodes", TraceError),
     "more attention than memory": (lambda: patched("usable_memory", lambda: 1000),
      "12 steps of all heads need .* memory.*show fewer steps", TraceError),
