@@ -126,6 +126,8 @@ def of_task(train: list[str], attributes: list[str]) -> list[str]:
         except DataError:
             continue
         there.append(source)
+    if not there:
+        raise DataError(f"none of {', '.join(train)} has texts of {', '.join(attributes)}")
     return there
 
 
