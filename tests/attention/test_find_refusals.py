@@ -118,7 +118,7 @@ REFUSED = {
 @pytest.mark.parametrize(
     ("call", "message", "error"), [(*row, LayoutError)[:3] for row in REFUSED.values()], ids=REFUSED
 )
-def test_what_the_room_refuses(call, message, error):
+def test_what_the_room_refuses(call, message, error, without_types):
     with pytest.raises(error, match=message) as caught:
         call()
     assert "\n" not in str(caught.value)
