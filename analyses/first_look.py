@@ -49,7 +49,7 @@ task = chat_task(
     later=["Where did they meet?", "What did they like?", "Why did they part?", "And in the end?"],
 )
 length = min(64, model.cfg.n_ctx // 32)
-chats = generate(model, method="chat", task=task, alpha=[0, 0.5], length=length, eos="stop")
+chats = generate(model, method="chat", task=task, alpha=[0.0, 0.5], length=length, eos="stop")
 for _, answer in chats.texts().query("turn in (1, 5)").iterrows():
     print(f"{answer['arm']}, turn {answer['turn']}: {answer['continuation']!r}\n")
 

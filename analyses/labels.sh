@@ -1,18 +1,14 @@
 #!/usr/bin/env bash
 # Texts behind headlines again, for figures/labels (docs/studies/labels.md says what was planned): rounds of 50 prompts (topic 20),
-# all arms of a round before the next, after the prefix alone on all prompts. Repeat it after a stop, and it resumes; more rounds may be added later.
+# all arms of a round before the next. Repeat it after a stop, and it resumes; more rounds may be added later.
 #
 #     make steering-prompts; analyses/labels.sh rtp_challenging_203.jsonl ROUNDS
 #     python analyses/labels.py results/labels --train FILES --out figures/labels
 set -euo pipefail
 toxic=$(realpath "$1")
-grids=$(realpath "$(dirname "$0")")/../figures/labels
+grid=$(realpath "$(dirname "$0")")/../figures/labels/labels.toml
 bases=$(realpath bases)
 out=$(realpath -m results/labels)
-mkdir -p "$out-prompts/all"
-cd "$out-prompts/all"
-cp "$bases/undecided.txt" undecided.txt
-lapa2 sweep "$grids/prefix.toml" --out "$out" --workers 1 --yes
 for round in $(seq "$2"); do
     mkdir -p "$out-prompts/$round"
     cd "$out-prompts/$round"
@@ -21,5 +17,5 @@ for round in $(seq "$2"); do
     slice "$bases/sentiment.txt" 50 sentiment.txt
     slice "$bases/topic.txt" 20 topic.txt
     slice "$toxic" 50 toxic.jsonl
-    lapa2 sweep "$grids/labels.toml" --out "$out" --workers 1 --yes
+    lapa2 sweep "$grid" --out "$out" --workers 1 --yes
 done

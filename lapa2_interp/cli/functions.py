@@ -230,8 +230,8 @@ def hands_on(path: str, without: Sequence[str] = ()) -> Callable[[Command], Comm
         without: Parameters of the function that are no options.
     """
 
-    def decorate(command: Command) -> Command:
-        own = signature(command, eval_str=True).parameters
+    def decorate(handler: Command) -> Command:
+        own = signature(handler, eval_str=True).parameters
         taken = {*own, *without}
         for parameter in own.values():
             if is_dataclass(parameter.annotation):
@@ -248,11 +248,11 @@ def hands_on(path: str, without: Sequence[str] = ()) -> Callable[[Command], Comm
             if argument.name not in taken
         ]
 
-        @wraps(command)
+        @wraps(handler)
         def run(*words: Any, **values: Any) -> None:
             options = _given(handed_on, values)
             mine = {name: value for name, value in values.items() if name in own}
-            command(*words, options=options, **mine)
+            handler(*words, options=options, **mine)
 
         arguments: list[Argument] = []
         for parameter in own.values():

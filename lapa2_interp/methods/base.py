@@ -89,15 +89,15 @@ class Prepared:
     Attributes:
         known: Any value for the method's `begin`.
         prefixes: By branch, the text before this prompt, if it replaces the branch's text.
+        summary: A summary for readers of the run, as JSON.
         shifts: By layer, a vector that is added to the residual stream at every generated token,
             [d_model]; equal for all prompts of a run.
-        summary: A summary for readers of the run, as JSON.
     """
 
     known: Any = None
     prefixes: Mapping[str, str] = field(default_factory=dict)
-    shifts: Mapping[int, Tensor] = field(default_factory=dict)
     summary: Mapping[str, Any] = field(default_factory=dict)
+    shifts: Mapping[int, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -66,11 +66,12 @@ def test_every_parameter_has_a_line_of_help(path):
 
 
 HANDED_ON = {
-    "circuits": ("circuits.study:run_study", {"folder", "report"}),
+    "circuits": ("circuits.study:run_study", {"folder", "report", "placebo"}),
     "select": ("circuits.selection:select", {"contrast"}),
     "fading": ("circuits.fading:measure_fading", {"contrast", "heads", "batch_size", "progress"}),
 }
-"""Commands that have options of a function, and the parameters that are none."""
+"""Commands that have options of a function, and the parameters that are none; --placebo loads a
+model for the parameter."""
 
 
 @pytest.mark.parametrize("name", HANDED_ON)
@@ -84,7 +85,7 @@ def test_commands_have_the_options_of_a_function_with_their_help(name):
     of_texts = {field.name: field.default for field in options.fields_of(options.ContrastOptions)}
     for parameter in inspect.signature(function).parameters.values():
         if parameter.name in without | {"model", *of_texts}:
-            assert parameter.name in {"model"} or parameter.name not in arguments
+            assert parameter.name in {"model", "placebo"} or parameter.name not in arguments
             continue
         assert arguments[parameter.name].default == parameter.default
         assert get_args(arguments[parameter.name].annotation)[-1].help

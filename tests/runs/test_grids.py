@@ -542,7 +542,7 @@ REFUSED = [
     ('augmentation = { layers = ["botom", "top"] }', "layers: takes 'all', 'bottom', .*; found 'botom'"),
     ("patterns = [[0, 0], [1, 1]]", r"patterns: takes pairs .*found \[0, 0\].*write all pairs as one text, or in a list more"),
     ('augmentation = { lawe = ["log", "sqrt"] }', "unknown field 'lawe'; .*did you mean 'law'"),
-    ('augmentation = { law = ["log", "constant"], l0 = 9.0 }', "l0 belongs to the constant law, not to law 'log'"),
+    ('augmentation = { law = ["log", "constant"], l0 = 9.0 }', "l0 belongs to the laws constant and multiply, not to 'log'"),
     ('augmentation = { label = ["a", "b"] }', "the label of an augmentation is a text, found .'a', 'b'."),
     ("augmentation = 3", "augmentation must be .*, recipes as one text .*; found 3"),
     ("label = 3", "label: input should be a valid string, found 3"),
