@@ -66,7 +66,9 @@ fade[["arm", "turn", "keys", "attention", "effect"]].round(4)
 figure, (left, right) = plt.subplots(1, 2, figsize=(7, 2.8), layout="constrained")
 for (arm, rows), colour in zip(fade.groupby("arm", sort=False), plots.COLOURS, strict=False):
     left.plot(rows["turn"], rows["attention"], "o-", ms=4, color=colour, label=arm)
-    right.plot(rows["turn"], 1000 * rows["effect"].clip(lower=1e-9), "o-", ms=4, color=colour, label=arm)
+    right.plot(
+        rows["turn"], 1000 * rows["effect"].clip(lower=1e-9), "o-", ms=4, color=colour, label=arm
+    )
 left.set(xlabel="turn", ylabel="attention on the system message", ylim=(0, None))
 right.set(xlabel="turn", ylabel="effect of the message, 1/1000 nats", yscale="log")
 left.legend(frameon=False, fontsize=8)
