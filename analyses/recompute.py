@@ -280,29 +280,6 @@ def order() -> Iterator[Headline]:
         )
 
 
-def chats() -> Iterator[Headline]:
-    """Quarters of long answers, means over chats; and what the bias adds in the last one."""
-
-    def value(measure: str, arm: str, steps: str) -> Values:
-        texts = rows("chat/texts.csv", measure=measure, steps=steps)
-        by_chat = texts.groupby(["arm", "chat"])["value"].mean()
-        if not arm.endswith(" adds"):
-            chats = by_chat[arm].to_numpy()
-            return ratio(chats, np.ones(len(chats)), 2000)
-        gain = (by_chat[arm.removesuffix(" adds")] - by_chat["baseline"]).to_numpy()
-        return ratio(gain, np.ones(len(gain)), 4000)
-
-    for row in table("chat/chat.csv").to_dict("records"):
-        where = {name: row[name] for name in ("measure", "arm", "steps")}
-        yield Headline(
-            f"chats, {row['arm']}, tokens {row['steps']}, {row['measure']}",
-            "chat/chat.csv",
-            where,
-            ("mean", "low", "high"),
-            lambda where=where: value(**where),
-        )
-
-
 def first_runs() -> dict[tuple, tuple[str, dict[str, object], tuple[str, ...]]]:
     """Rows of the first runs, by part, task, method, arm and metric: differences from no bias."""
     rows: dict[tuple, tuple[str, dict[str, object], tuple[str, ...]]] = {}
@@ -355,7 +332,7 @@ SECOND = {
 """Of a task, the column variant in the tables of analyses/second_opinion.py."""
 
 
-GROUPS = (steering, fade, labels, order, chats)
+GROUPS = (steering, fade, labels, order)
 
 
 def main() -> int:
