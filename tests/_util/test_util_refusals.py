@@ -1,9 +1,6 @@
 """What the room refuses: a call, and what its one line says."""
 
-import bz2
-import gzip
 import json
-import lzma
 import os
 import zipfile
 from pathlib import Path
@@ -15,6 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from test_unpacking import pack
 
 from lapa2_interp import Layout, circuits, generate, load_model, methods, steer, teacher_forced
 from lapa2_interp._util import unpacking
@@ -120,30 +118,18 @@ def of_file():
 # --- what files unpack to
 
 
-def pack(name, content):
-    """A file of this content; a megabyte of one letter is compressed to one of a thousand."""
-    file = Path(name)
-    if file.suffix == ".zip":
-        with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
-            archive.writestr("inside", content)
-    else:
-        squeeze = {".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress}
-        file.write_bytes(squeeze[file.suffix](content))
-    return file
-
-
 def packed_text(kind, ending, read, cut=0):
     row, head = '{"text": "calm é", "label": "a"}\n', ""
     if kind == ".csv":
         row, head = "calm é,a\n", "\ufefftext,label\n"
-    file = pack(f"t{kind}{ending}", (head + row * 4000).encode())
+    file = pack(Path(f"t{kind}{ending}"), (head + row * 4000).encode())
     file.write_bytes(file.read_bytes()[: -cut or None])
     read(file)
 
 
 def graded(ending):
     row = {"prompt": {"text": "calm", "toxicity": 0.5}, "continuation": {"text": " "}}
-    read_graded(pack(f"g.jsonl{ending}", f"{json.dumps(row)}\n".encode() * 3600), test=False)
+    read_graded(pack(Path(f"g.jsonl{ending}"), f"{json.dumps(row)}\n".encode() * 3600), test=False)
 
 
 def of_two_files():

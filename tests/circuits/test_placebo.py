@@ -8,6 +8,7 @@ import pytest
 import torch
 from conftest import load
 from test_circuits import contrast_set
+from test_transformer_lens import favour
 from transformer_lens.tools import analysis as lens
 
 from lapa2_interp import load_model
@@ -27,17 +28,6 @@ PROMPTS = ("The lake", "The book", "The city", "The road", "The horse", "The mov
 
 def ids_of(example, branch):
     return torch.tensor([[*example.layouts[branch].ids, *example.text[:-1]]])
-
-
-def favour(asked, example):
-    """The preference for the target's words, its mean over steps."""
-    plus, minus = (list(words) for words in asked.words)
-
-    def metric(logits):
-        steps = logits[0, -example.n_steps :]
-        return (steps[:, plus].logsumexp(1) - steps[:, minus].logsumexp(1)).mean()
-
-    return metric
 
 
 def test_a_cut_hat_is_an_attribution_patch():
