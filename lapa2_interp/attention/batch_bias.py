@@ -289,8 +289,8 @@ class BatchBias:
                 values: np.ndarray, axis: int = 0, dtype: torch.dtype = torch.bool
             ) -> Tensor:
                 """In `generate`, copies of a row (sequences or beams) follow each other."""
-                there = torch.from_numpy(values).to(device, dtype, non_blocking=True)
-                return there.repeat_interleave(copies, axis)
+                on_device = torch.from_numpy(values).to(device, dtype, non_blocking=True)
+                return on_device.repeat_interleave(copies, axis)
 
             terms: list[_PassTerm] = []
             for term in (*self.factor_terms, *self.length_terms):

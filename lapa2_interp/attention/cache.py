@@ -206,8 +206,8 @@ def soft_keys_and_values(
     for prefix in distinct.values():
         prefix.check(model)
         rows = [row for row, row_prefix in enumerate(row_prefixes) if row_prefix is prefix]
-        both = torch.stack([prefix.keys, prefix.values]).to(stacked)
-        stacked[:, :, rows, :, : len(prefix)] = both[:, :, None]
+        keys_and_values = torch.stack([prefix.keys, prefix.values]).to(stacked)
+        stacked[:, :, rows, :, : len(prefix)] = keys_and_values[:, :, None]
     return stacked.to(model.cfg.device)
 
 

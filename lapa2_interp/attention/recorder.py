@@ -85,6 +85,8 @@ class Recorder:
         self.tokens: list[Tensor] = []
         self.rows: list[Tensor] = []
         self.caps: list[Tensor] = []
+        self.slots_of_steps: list[int] = []
+        self.n_skipped = 0
         self.caps_of_pass: Tensor | None = None
         self.may_cap = False
 
@@ -104,15 +106,24 @@ class Recorder:
             [layout.spans("released")[0] for layout in layouts]
         )
 
+    def skip(self, n: int) -> None:
+        """The next n queries are no steps: other tokens follow them that are given, too."""
+        self.n_skipped += n
+
+    @property
+    def _next_slot(self) -> int:
+        """The slot of the first query that may be the next step."""
+        return len(self.layouts[0]) - 1 + len(self.steps) + self.n_skipped
+
     def _has_steps(self, n_keys: int) -> bool:
         """True if a pass up to this key has a step; a pass over the beginning of a prompt has
         none."""
-        return n_keys > len(self.layouts[0]) - 1 + len(self.steps)
+        return n_keys > self._next_slot
 
     def _begin_pass(self, n_keys: int, device: torch.device) -> None:
         """Compute what all layers of a pass share: the slots of its steps, and the keys of each
         sum."""
-        self.slots = range(len(self.layouts[0]) - 1 + len(self.steps), n_keys)
+        self.slots = range(self._next_slot, n_keys)
         if n_keys > self.width:  # when steps follow, twice as far
             self._weigh_keys(max(n_keys, 2 * self.width), device)
         self.weights = self.weights_of_keys[:, :n_keys]
@@ -271,6 +282,7 @@ class Recorder:
     def _close_pass(self) -> None:
         """Move the sums of a finished pass to the samples' steps."""
         n_rows, n_queries = len(self.layouts), len(self.slots)
+        self.slots_of_steps += self.slots
         if self.caps_of_pass is None:
             self.caps_of_pass = torch.zeros(n_rows, n_queries)
         self.caps += self._split_by_step(self.caps_of_pass[:, -n_queries:])
@@ -336,6 +348,7 @@ class Recorder:
         import xarray as xr
 
         n_branches, n_samples, n_seen = len(branches), len(n_steps), len(self.steps)
+        slots = np.array(self.slots_of_steps)
         alive = np.arange(n_seen)[None, :] < np.asarray(n_steps)[:, None]  # sample step
 
         def unstack(per_step: Sequence[Tensor]) -> Float[np.ndarray, "branch sample step *rest"]:
@@ -394,7 +407,6 @@ class Recorder:
         # The tokens in sight of sliding windows, the caps, and whole attention rows.
         if by_kind:
             kinds = self.layer_types if self.kind == "full" else self.kinds
-            slots = len(layouts[0]) - 1 + np.arange(n_seen)
             in_sight = np.stack(
                 [[layout.in_sight(slots, kind) for kind in kinds] for layout in layouts]
             )
@@ -418,7 +430,7 @@ class Recorder:
             "l_pre": (axes[:2], l_pre),
             "l_pro": (axes[:2], by_row(layout.l_pro for layout in layouts)),
             "n_bos": (axes[:2], by_row(layout.n_bos for layout in layouts)),
-            "l_kv": (axes, live[:, :, None] + np.arange(n_seen)),
+            "l_kv": (axes, live[:, :, None] + slots - (len(layouts[0]) - 1)),
         }
         if self.kind == "full":
             coords |= {name: np.arange(sums.shape[3 + i]) for i, name in enumerate(heads)}

@@ -34,7 +34,9 @@ GROUPS = {
         "model", "prompts", "attribute", "method", "parameters", "task", "prefix", "length",
         "samples",
     ),
-    Group("Sampling", sort_key=3): ("seed", "top_k", "eos", "ban_words", "doubled_bos"),
+    Group("Sampling", sort_key=3): (
+        "seed", "top_k", "temperature", "eos", "ban_words", "doubled_bos",
+    ),
     Group("Recording", sort_key=4): ("trace", "patterns", "label"),
     COMPUTING: ("dtype", "model_class", "max_rows"),
 }  # fmt: skip

@@ -38,7 +38,7 @@ class Arrangement:
         steps: New tokens, by prompt.
         prompt_tokens: Tokens of each prompt by itself.
         streams: What names the random numbers of each prompt: its text, or all tokens of a chat.
-        later_keys: Keys that the later turns of each prompt's chat add, at most; else 0.
+        later_keys: Keys that the later turns of each prompt's chat add, at most, or a reminder.
     """
 
     augmentations: tuple[Augmentations, ...]
@@ -50,7 +50,8 @@ class Arrangement:
 
     @property
     def longest(self) -> tuple[int, ...]:
-        """Keys of the longest branch, by prompt; of a chat those before its last answer."""
+        """Keys of the longest branch but for new tokens, by prompt; of a chat those before its last
+        answer."""
         by_prompt = zip(*self.layouts, strict=True)
         return tuple(
             max(map(len, branches)) + later
@@ -118,9 +119,12 @@ def arrange(
                 branch_layout = layout(
                     tokenizer, text, branch.join + prompt, soft=slots, doubled_bos=cell.doubled_bos
                 )
+                if own.reminder is not None:
+                    later_keys[i] = own.reminder.n_keys(new)
             keys = len(branch_layout) + later_keys[i]
             if keys + new > size.n_ctx:
                 turns = f" before the last of {cell.n_turns} answers" * (cell.n_turns > 1)
+                turns += " and reminders" * (own.reminder is not None)
                 raise LayoutError(
                     f"{keys} tokens of BOS, prefix and prompt ({prompt[:40]!r}){turns} and"
                     f" {new} new ones exceed the context of {size.n_ctx} of {cell.model}; shorten"

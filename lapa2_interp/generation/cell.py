@@ -12,15 +12,15 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from functools import cached_property
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, StringConstraints, model_validator
+from pydantic import BaseModel, ConfigDict, StringConstraints, model_serializer, model_validator
 
 from lapa2_interp._util.errors import AugmentationError, LayoutError, MethodError, TraceError
-from lapa2_interp._util.values import Count
+from lapa2_interp._util.values import Count, Positive
 from lapa2_interp.attention.trace import TraceKind
 from lapa2_interp.bias.augmentation import Augmentation, Augmentations, active_augmentations
 from lapa2_interp.generation.settings import BannedWordsPolicy, CellSettings, EosPolicy, Head
@@ -96,11 +96,22 @@ class Cell(BaseModel):
     ban_words: BannedWordsPolicy = "none"
     """The words of the attribute's hard prefix, and its name ("own"), or those of every attribute
     ("all") are never drawn (`generation.banned_words`)."""
+    temperature: Positive = 1.0
+    """Divides the controlled log-weights; left out of JSON where it is 1."""
     files: dict[str, str] = {}
     """sha256 of the files that are read: soft prefixes by branch, word lists by parameter."""
     label: str = ""
     """Name of its arm; by default after the augmentations. The label decides no text, so it is not
     part of the key."""
+
+    @model_serializer(mode="wrap")
+    def _without_usual_temperature(
+        self, serialize: Callable[[Cell], dict[str, Any]]
+    ) -> dict[str, Any]:
+        fields = serialize(self)
+        if self.temperature == 1:
+            fields.pop("temperature", None)
+        return fields
 
     @model_validator(mode="after")
     def _refuse(self) -> Cell:
@@ -257,6 +268,7 @@ class Cell(BaseModel):
         changed += [f"{self.ban_words} prefix words banned"] * (self.ban_words != "none")
         usual_top_k = CellSettings.model_fields["top_k"].default
         changed += [f"top-k {self.top_k}"] * (self.top_k != usual_top_k)
+        changed += [f"temperature {self.temperature:g}"] * (self.temperature != 1)
         changed += [f"eos {self.eos}"] * (self.eos != "keep")
         changed += ["BOS doubled"] * self.doubled_bos
         changed += [self.model_class] * (self.model_class != "TransformerBridge")

@@ -32,6 +32,7 @@ from lapa2_interp.attention.cache import Rows, new_rows, prompt_log_likelihood
 from lapa2_interp.attention.continued_rows import continued_rows
 from lapa2_interp.attention.hooked import augmented
 from lapa2_interp.attention.recorder import Recorder
+from lapa2_interp.attention.reminded_rows import RemindedRows
 from lapa2_interp.attention.residual import shifted_residual
 from lapa2_interp.attention.trace import join_traces
 from lapa2_interp.bias.tokens import decode_continuation
@@ -110,6 +111,8 @@ def _decode(
         recorder = Recorder(*size, kind, plan.cell.patterns, layer_types(model))
     if rows is None:
         rows = new_rows(model, plan.rules)
+    if reminder := batch.prepared[0].reminder:
+        rows = RemindedRows(rows, reminder.ids, reminder.every, recorder)
     with shifted_residual(model, batch.prepared[0].shifts, len(batch.layouts[0]) - 1):
         drawn = list(_decode_steps(model, plan, batch, ending, recorder, rows, bar))
     table = _text_table(model, plan, batch, torch.stack(drawn, dim=1), ending)  # sample step
@@ -130,6 +133,7 @@ def _decode_steps(
 ) -> Iterator[Int[Tensor, " sample"]]:
     """Decode one batch step by step; yields the tokens of each step and marks how samples end."""
     ends = torch.tensor(model_card(model).end_ids, dtype=torch.long)
+    n_steps, reminder = max(batch.steps), batch.prepared[0].reminder
     prompt_rules = [
         augmentation
         for augmentation in plan.arrangement.augmentations
@@ -173,15 +177,17 @@ def _decode_steps(
         model,
         rows,
         expansion.to(logits.device),
-        len(batch.layouts[0]) + max(batch.steps) - 1,
+        len(batch.layouts[0]) + n_steps - 1 + (reminder.n_keys(n_steps) if reminder else 0),
         [prompt_rules[row] for row in batch.expansion],
         batch.sample_layouts,
         recorder,
     ) as rows:
-        for step in range(max(batch.steps)):
+        for step in range(n_steps):
             log_probs = log_probs_by_branch(logits, branches)  # by branch: sample vocab
             masked_log_probs = mask_main_branch(log_probs, mask_forbidden)
             log_weights = mask_forbidden(method.combine(masked_log_probs, state))  # sample vocab
+            if plan.cell.temperature != 1:
+                log_weights = log_weights / plan.cell.temperature
             drawn = draw(log_weights, uniform[:, step], top_k=plan.cell.top_k)  # sample
             # An ended sample's row runs on with the others; what it reads does not matter.
             tokens = drawn.clamp(min=0)

@@ -228,7 +228,7 @@ def resolve(
 
 
 _UNCHANGED = (
-    "length", "samples", "seed", "top_k", "eos", "trace", "max_rows", "doubled_bos",
+    "length", "samples", "seed", "top_k", "temperature", "eos", "trace", "max_rows", "doubled_bos",
     "ban_words",
 )  # fmt: skip
 """Settings that a cell has as they are given."""

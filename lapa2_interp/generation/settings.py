@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar, get_args
 from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
 
 from lapa2_interp._util.errors import Lapa2Error, TraceError, unknown_choice, validation_message
-from lapa2_interp._util.values import Count, Natural
+from lapa2_interp._util.values import Count, Natural, Positive
 from lapa2_interp.attention.trace import TraceKind
 from lapa2_interp.bias.places import FORMS as PLACES
 from lapa2_interp.bias.places import head_pairs
@@ -64,7 +64,6 @@ HINTS = {
     "max_new_tokens": "length is the number of tokens of a text, which in sentiment and topic"
     " counts the prompt's",
     "max_length": "length is the number of tokens of a text",
-    "temperature": "temperature is 1, as in the paper; top_k=1 always takes the likeliest token",
     "do_sample": "texts are sampled; top_k=1 always takes the likeliest token",
     "greedy": "top_k=1 always takes the likeliest token",
     "num_return_sequences": "samples is the number of continuations of each prompt",
@@ -142,7 +141,10 @@ class CellSettings(BaseModel):
     """Seed of the random streams. Every prompt and sample has its own, so that other prompts and
     samples do not change a text."""
     top_k: Count = 200
-    """Number of tokens of largest controlled weight that are kept; temperature is 1."""
+    """Number of tokens of largest controlled weight that are kept."""
+    temperature: Positive = 1.0
+    """Controlled log-weights are divided by it before a token is drawn; below 1 likely tokens are
+    drawn more often."""
     eos: EosPolicy = "keep"
     """keep an end token as any other (the paper), stop the text there, or block it."""
     ban_words: BannedWordsPolicy = "none"

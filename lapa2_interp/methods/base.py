@@ -8,8 +8,7 @@ model, so that a test needs a small vocabulary alone:
     log_weights = method.combine(log_probs, state=None)       # [sample, vocab], need not be normalised
     state = method.advance(None, log_probs, tokens)           # tokens [sample]; the state for the next step's combine
 
-The sampler then keeps the k largest weights and draws: combine -> top-k -> sample, at temperature
-1.
+The sampler then keeps the k largest weights and draws: combine -> temperature -> top-k -> sample.
 
 Three methods need more than log-probabilities. They compute it in one more function:
 
@@ -17,7 +16,7 @@ Three methods need more than log-probabilities. They compute it in one more func
 
 `prepare` is given a `MethodContext`; `begin` makes the first step's state from its result. FreeCtrl also
 sets neurons of the model and draws texts again: `lapa2_interp.generation.freectrl`. CAA adds vectors to its
-residual stream.
+residual stream; `remind` lets it read the prefix again.
 """  # noqa: E501
 
 from __future__ import annotations
@@ -83,6 +82,23 @@ class Branch:
 
 
 @dataclass(frozen=True)
+class Reminder:
+    """A text that the model reads between tokens of its own, and that is no part of what it wrote.
+
+    Attributes:
+        ids: Its tokens.
+        every: The number of new tokens after which it is read, again and again.
+    """
+
+    ids: tuple[int, ...]
+    every: int
+
+    def n_keys(self, steps: int) -> int:
+        """The keys that it adds to a text of n new tokens; it is not read after the last one."""
+        return (steps - 1) // self.every * len(self.ids)
+
+
+@dataclass(frozen=True)
 class Prepared:
     """The result of a method's `prepare` for one prompt.
 
@@ -92,12 +108,14 @@ class Prepared:
         summary: A summary for readers of the run, as JSON.
         shifts: By layer, a vector that is added to the residual stream at every generated token,
             [d_model]; equal for all prompts of a run.
+        reminder: What is read between new tokens; equal for all prompts of a run.
     """
 
     known: Any = None
     prefixes: Mapping[str, str] = field(default_factory=dict)
     summary: Mapping[str, Any] = field(default_factory=dict)
     shifts: Mapping[int, Tensor] = field(default_factory=dict)
+    reminder: Reminder | None = None
 
 
 @dataclass(frozen=True)
@@ -236,7 +254,7 @@ class Method(ABC):
         return None
 
     @property
-    def stored_parameters(self) -> dict[str, float | bool | str]:
+    def stored_parameters(self) -> dict[str, float | int | bool | str]:
         """The parameters as a cell stores them, defaults included."""
         return asdict(self)  # type: ignore[call-overload]
 

@@ -49,6 +49,7 @@ from lapa2_interp.methods.gedi import Gedi
 from lapa2_interp.methods.palette import Palette
 from lapa2_interp.methods.preadd import Preadd
 from lapa2_interp.methods.prefix import NegPrompt, NoControl, PrefixConditioning
+from lapa2_interp.methods.remind import Remind
 from lapa2_interp.methods.rose import Rose
 from lapa2_interp.methods.rsa_control import RsaControl
 from lapa2_interp.methods.spa import Spa
@@ -61,8 +62,8 @@ HIDDEN = Augmentation(alpha=1, law="cut", phase="after_span")
 def known_methods() -> dict[str, type[Method]]:
     """Method classes by name: the paper's in its order, its baselines, related decoders."""
     paper = (NoControl, PrefixConditioning, ConPrefix, AirDecoding, NegPrompt, Preadd, Palette)
-    ours = (Rose, RsaControl, Gedi, Dexperts, Arithmetic, Spa, ActivationAddition, Gate, Chat)
-    known = (*paper, FreeCtrl, Datg, *ours)
+    ours = (Rose, RsaControl, Gedi, Dexperts, Arithmetic, Spa, ActivationAddition, Gate, Remind)
+    known = (*paper, FreeCtrl, Datg, *ours, Chat)
     return {method.name: method for method in known}
 
 

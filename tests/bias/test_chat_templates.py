@@ -59,8 +59,14 @@ def test_arguments_reach_the_template_and_the_span_stays_its_text(arguments, wri
 
 @pytest.mark.parametrize("field", ["reasoning_content", "thinking", "reasoning"])
 def test_a_span_may_be_reasoning(field):
+    """Older versions of transformers give a template no field of another name than its own."""
     tokenizer = chat_tokenizer(TEMPLATE)
     messages = [*CHAT[:2], CHAT[2] | {field: "They ask about rain. Be short."}, CHAT[3]]
+    if "ask about" not in tokenizer.apply_chat_template(messages, tokenize=False):
+        assert field != "reasoning_content"
+        with pytest.raises(LayoutError, match="does not write the reasoning of message 3"):
+            Layout.of_chat(tokenizer, messages, span="reasoning:2")
+        return
     layout = Layout.of_chat(tokenizer, messages, span="reasoning:2")
     assert text_of(tokenizer, layout)[1].strip("<>") == "They ask about rain. Be short."
     layout = Layout.of_chat(tokenizer, messages, span="phrase:ask about")

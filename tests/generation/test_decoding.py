@@ -14,6 +14,9 @@ from lapa2_interp import Augmentation, augmented
 from lapa2_interp.attention.cache import new_rows
 from lapa2_interp.attention.trace import join_traces
 from lapa2_interp.bias.layout import Layout, left_pad, text_markers
+from lapa2_interp.generation.cell import Cell
+from lapa2_interp.generation.resolve import cell_of
+from lapa2_interp.generation.sampling import uniforms
 from lapa2_interp.methods import load_task
 from lapa2_interp.methods import registry as methods
 from lapa2_interp.methods.base import Branch, SoftPrefixKey
@@ -158,6 +161,39 @@ class Ends(type(PREFIX)):
 
     def advance(self, state, log_probs, tokens):
         return (state or 0) + 1
+
+
+def test_temperature_divides_the_controlled_weights(tiny):
+    """Texts at a temperature, by transformers and the formula; at 1 a cell's key has none."""
+    model = load(tiny, "float64")
+    network, tokenizer, _ = load_transformers(tiny, "float64")
+    texts = {}
+    for temperature in (0.5, 1.0, 2.0):
+        cell = made(model, ["The lake"], length=40, samples=2, temperature=temperature, top_k=20)
+        texts[temperature] = cell.texts["tokens"].tolist()
+        for sample, tokens in enumerate(texts[temperature]):
+            uniform = uniforms(1, "The lake", sample, 40)
+            ids = list(Layout.of(tokenizer, "Very positive:", "The lake").ids)
+            for step, token in enumerate(tokens):
+                with torch.no_grad():
+                    logits = network(torch.tensor([ids])).logits[0, -1]
+                likely = logits.argsort(descending=True, stable=True)[:20].sort().values
+                weights = (logits[likely] / temperature).softmax(0).cumsum(0)
+                assert likely[int((weights <= uniform[step]).sum())] == token
+                ids.append(token)
+    assert texts[0.5] != texts[1.0] != texts[2.0]
+
+
+def test_the_usual_temperature_is_not_in_a_key():
+    asked = {"prompts": ["The lake"], "length": 12}
+    plain, usual, warm = (
+        cell_of("tiny-gpt2", attribute="positive", **asked, **more)
+        for more in ({}, {"temperature": 1}, {"temperature": 2.0})
+    )
+    assert plain.key == usual.key != warm.key
+    assert "temperature" not in plain.model_dump_json()
+    assert warm.variant == "temperature 2"
+    assert Cell.model_validate_json(warm.model_dump_json()) == warm
 
 
 def test_end_token_policies():

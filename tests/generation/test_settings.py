@@ -34,6 +34,7 @@ WRONG = {
     "samples": (0, "0"),
     "seed": ("x", '"x"'),
     "top_k": (1.5, "1.5"),
+    "temperature": (0, "0"),
     "eos": ("end", '"end"'),
     "ban_words": ("some", '"some"'),
     "trace": ("some", '"some"'),

@@ -270,6 +270,7 @@ CHANGES = {
     "doubled_bos": True,
     "patterns": [(0, 1)],
     "ban_words": "own",
+    "temperature": 0.5,
     "files": {"prefix": "0" * 64},
 }
 
@@ -314,6 +315,7 @@ def test_what_decides_texts_inside_a_field_is_in_the_key(grid, path, value):
     [
         ("seed", 2),
         ("top_k", 9),
+        ("temperature", 0.5),
         ("eos", "block"),
         ("trace", "none"),
         ("max_rows", 3),
