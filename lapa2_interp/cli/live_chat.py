@@ -115,7 +115,7 @@ class LiveChat:
         """
         from lapa2_interp.generation.resolve import cell_of
         from lapa2_interp.methods.chat import chat_task
-        from lapa2_interp.runs.fading_chat import chat_fade
+        from lapa2_interp.report.fading_chat import chat_fade
         from lapa2_interp.runs.generate import make_cells
 
         asked = [*self.messages, {"role": "user", "content": text}]

@@ -207,7 +207,10 @@ def _run_facts(run: Run, manifests: Sequence[Manifest]) -> dict[str, list[str]]:
         "Seed": (str(cell.seed) for cell in plan),
         "Samples per prompt": (str(cell.samples) for cell in plan),
         "Longest text": (f"{cell.length} tokens" for cell in plan),
-        "Sampling": (f"top-{cell.top_k}, EOS policy {cell.eos}" for cell in plan),
+        "Sampling": (
+            f"top-{cell.top_k}, temperature {cell.temperature:g}, EOS policy {cell.eos}"
+            for cell in plan
+        ),
         "Trace": (cell.trace for cell in plan),
         "Problems": (problem for manifest in manifests for problem in manifest.problems),
     }

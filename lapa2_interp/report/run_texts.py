@@ -72,7 +72,7 @@ def _group_cells(run: Run) -> dict[tuple[str, ...], dict[str, Cell]]:
     texts are not compared.
     """
 
-    fields = ("model", "dtype", "model_class", "seed", "top_k", "eos", "doubled_bos")
+    fields = ("model", "dtype", "model_class", "seed", "top_k", "temperature", "eos", "doubled_bos")
     values = {name: {getattr(cell, name) for cell in run.by_key.values()} for name in fields}
     differ = [name for name in fields if name == "model" or len(values[name]) > 1]
     groups: dict[tuple[str, ...], dict[str, Cell]] = {}

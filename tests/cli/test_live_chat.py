@@ -13,7 +13,7 @@ from lapa2_interp._util.errors import MethodError, TraceError
 from lapa2_interp.cli.app import main
 from lapa2_interp.cli.live_chat import SYSTEM
 from lapa2_interp.methods.chat import chat_task
-from lapa2_interp.runs import chat_fade
+from lapa2_interp.report import chat_fade
 
 TEMPLATE = (
     "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{% endfor %}"

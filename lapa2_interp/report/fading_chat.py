@@ -26,7 +26,7 @@ def chat_fade(model: Model, run: Run) -> pd.DataFrame:
     Example:
         >>> from lapa2_interp import generate, load_model
         >>> from lapa2_interp.methods.chat import chat_task
-        >>> from lapa2_interp.runs import chat_fade
+        >>> from lapa2_interp.report import chat_fade
         >>> model = load_model("smollm2-135m")
         >>> chat = [
         ...     {"role": "system", "content": "You are a sailor."},
