@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from functools import cache
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -109,11 +110,26 @@ def _kernel(
         mask = mask[:, None]  # row 1 query key
     causal = causal and seen is None
     if (kernel := LSE_KERNELS.get(q.device.type)) is not None:
+        if q.shape[1] != k.shape[1] and not shares_keys(q.device.type):
+            k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
         return kernel(q, k, v, is_causal=causal, attn_mask=mask, scale=scale)
     out = scaled_dot_product_attention(
         q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
     )
     return out, _log_sums(q, k, scale, mask, causal)
+
+
+@cache
+def shares_keys(device: str) -> bool:
+    """True if the kernel of `LSE_KERNELS` lets heads of a group share keys.
+
+    A kernel that does not (the CPU's in torch 2.6) reads, for head h, the memory where the keys of
+    head h would lie. Here that is memory of our own, with other values.
+    """
+    query = torch.ones(1, 2, 1, 8, device=device)
+    values = torch.arange(2.0, device=device)[None, :, None, None].expand(1, 2, 1, 8).contiguous()
+    first = values[:, :1]
+    return not bool(LSE_KERNELS[device](query, first, first, is_causal=True)[0].any())
 
 
 @torch.no_grad()

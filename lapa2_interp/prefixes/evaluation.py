@@ -55,10 +55,12 @@ def prefix_nll(
     """NLL of each text in nats, summed over its tokens, after a soft or hard prefix, or none; and
     its number of tokens there."""
     bos = text_markers(tokenizer).start
-    both, shifted = None, False
+    keys_and_values, shifted = None, False
     pairs: list[Seam] = [((), text) for text in texts]
     if isinstance(prefix, SoftPrefix):
-        both = torch.stack([prefix.keys, prefix.values]).to(network.device, network.dtype)
+        keys_and_values = torch.stack([prefix.keys, prefix.values]).to(
+            network.device, network.dtype
+        )
         shifted = prefix.card.shifted
     elif prefix is not None:
         pairs = [after_hard_prefix(tokenizer, prefix, text) for text in texts]
@@ -75,8 +77,8 @@ def prefix_nll(
             start = (bos, *pairs[part[0]][0])
             rows = TextRows.of([pairs[j][1] for j in part], start, network.device)
             keys = values = None
-            if both is not None:
-                keys, values = both[:, None].expand(-1, len(part), -1, -1, -1, -1)
+            if keys_and_values is not None:
+                keys, values = keys_and_values[:, None].expand(-1, len(part), -1, -1, -1, -1)
             nll = text_nll(network, rows, keys, values, shifted)
             totals[part] = nll.double().sum(1).cpu().numpy()
             if bar is not None:

@@ -259,8 +259,8 @@ def _read_peft(folder: Path) -> tuple[Tensor, Tensor, Base | None]:
             f"{folder}: expected prompt_embeddings of [{slots} slots, {layers} layers x 2 x"
             f" {width}]; found {shapes}"
         )
-    both = stored.unflatten(1, (layers, 2, heads, width // heads)).permute(2, 1, 3, 0, 4)
-    return both[0], both[1], Base(name) if name else None
+    keys_and_values = stored.unflatten(1, (layers, 2, heads, width // heads)).permute(2, 1, 3, 0, 4)
+    return keys_and_values[0], keys_and_values[1], Base(name) if name else None
 
 
 def _read_air(

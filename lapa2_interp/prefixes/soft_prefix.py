@@ -278,8 +278,8 @@ class SoftPrefix:
             "prefix_projection": False,
         }
         # PEFT's order: slot, layer, keys and values, KV head, dimension.
-        both = torch.stack([self.keys, self.values])
-        embeddings = both.permute(3, 1, 0, 2, 4).flatten(1).contiguous().cpu()
+        keys_and_values = torch.stack([self.keys, self.values])
+        embeddings = keys_and_values.permute(3, 1, 0, 2, 4).flatten(1).contiguous().cpu()
         with result_folder(Path(folder)) as fresh:
             write_json(fresh / ADAPTER, config)
             save_file({"prompt_embeddings": embeddings}, fresh / "adapter_model.safetensors")

@@ -208,6 +208,31 @@ def test_log_odds_near_one_keep_their_digits():
     torch.testing.assert_close(odds[seen].double(), wanted[seen], atol=2e-5, rtol=1e-6)
 
 
+def test_a_kernel_whose_heads_share_no_keys_gets_them_for_each(monkeypatch):
+    """As that of torch 2.6, which reads on behind the keys."""
+    drawn = Drawn(12, 2)
+    asked = (drawn.query, drawn.key, drawn.value)
+    bias, span = torch.zeros(ROWS, 1, 12, 0), torch.zeros(ROWS, KEYS, 0, dtype=torch.bool)
+    wanted, lse = biased_attention(*asked, bias, span, SCALE)
+    kernel = span_attention.LSE_KERNELS["cpu"]
+
+    def older(q, k, v, **settings):
+        others = (q.shape[1], *k.shape[2:])
+        k, v = (x if x.shape[1] == q.shape[1] else x.as_strided((len(x), *others), x.stride())
+                for x in (k, v))  # fmt: skip
+        return kernel(q, k, v, **settings)
+
+    monkeypatch.setitem(span_attention.LSE_KERNELS, "cpu", older)
+    span_attention.shares_keys.cache_clear()
+    try:
+        assert not span_attention.shares_keys("cpu")
+        out, same = biased_attention(*asked, bias, span, SCALE)
+    finally:
+        span_attention.shares_keys.cache_clear()
+    assert torch.allclose(out, wanted, rtol=0, atol=1e-12)
+    assert torch.allclose(same, lse, rtol=0, atol=1e-12)
+
+
 def test_outputs_have_the_gradient_of_the_matrix():
     drawn = Drawn(KEYS, 2)
     drawn.hidden = torch.zeros_like(drawn.hidden)  # the matrix of padding alone has no gradient
