@@ -19,3 +19,5 @@ for round in $(seq "$2"); do
     slice "$toxic" 50 toxic.jsonl
     lapa2 sweep "$grid" --out "$out" --workers 1 --yes
 done
+cd "$(dirname "$bases/undecided.txt")" # the prefix alone on all prompts, as planned second
+lapa2 sweep "$(dirname "$grid")/prefix.toml" --out "$out-prefix" --workers 1 --yes

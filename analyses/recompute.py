@@ -220,16 +220,16 @@ def fade() -> Iterator[Headline]:
             )
 
 
-def labels() -> Iterator[Headline]:
-    """The arms of labels/texts.parquet."""
+def labels(folder: str = "labels") -> Iterator[Headline]:
+    """The arms of a folder's texts.parquet."""
     group, first = ["part", "task", "method"], first_runs()
-    for row in table("labels/labels.csv").fillna({"against": ""}).to_dict("records"):
+    for row in table(f"{folder}/labels.csv").fillna({"against": ""}).to_dict("records"):
         key = tuple(row[name] for name in (*group, "arm", "metric"))
         where = {name: row[name] for name in (*group, "arm", "metric")}
         where["against"] = row["against"] or None
 
         def compute(row: dict = row) -> Values:
-            texts = rows("labels/texts.parquet", **{name: row[name] for name in group})
+            texts = rows(f"{folder}/texts.parquet", **{name: row[name] for name in group})
             texts = texts[texts[row["metric"]].notna()]
             if row["against"]:
                 values = difference(texts, row["metric"], row["arm"], row["against"])
@@ -240,13 +240,18 @@ def labels() -> Iterator[Headline]:
         minus = f" minus {row['against']}" if row["against"] else ""
         setting = ", ".join((row["part"], row["task"], row["method"]))
         yield Headline(
-            f"{setting}: {row['arm']}{minus}, {row['metric']}",
-            "labels/labels.csv",
+            f"{setting}: {row['arm']}{minus}, {row['metric']}, {row['texts']} texts",
+            f"{folder}/labels.csv",
             where,
             ("mean", "low", "high", "p") if minus else ("mean", "low", "high"),
             compute,
             first.get(key) if minus else None,
         )
+
+
+def prefix_alone() -> Iterator[Headline]:
+    """The prefix alone on all prompts of figures/undecided."""
+    yield from labels("labels/prefix")
 
 
 def order() -> Iterator[Headline]:
@@ -277,6 +282,29 @@ def order() -> Iterator[Headline]:
             {"accuracy": "acc", "by": by, "attribute": "all"},
             ("value", "low", "high"),
             lambda by=by: mean_correlation(by),
+        )
+
+
+def chats() -> Iterator[Headline]:
+    """Quarters of long answers, means over chats; and what the bias adds in the last one."""
+
+    def value(measure: str, arm: str, steps: str) -> Values:
+        texts = rows("chat/texts.csv", measure=measure, steps=steps)
+        by_chat = texts.groupby(["arm", "chat"])["value"].mean()
+        if not arm.endswith(" adds"):
+            chats = by_chat[arm].to_numpy()
+            return ratio(chats, np.ones(len(chats)), 2000)
+        gain = (by_chat[arm.removesuffix(" adds")] - by_chat["baseline"]).to_numpy()
+        return ratio(gain, np.ones(len(gain)), 4000)
+
+    for row in table("chat/chat.csv").to_dict("records"):
+        where = {name: row[name] for name in ("measure", "arm", "steps")}
+        yield Headline(
+            f"chats, {row['arm']}, tokens {row['steps']}, {row['measure']}",
+            "chat/chat.csv",
+            where,
+            ("mean", "low", "high"),
+            lambda where=where: value(**where),
         )
 
 
@@ -332,7 +360,7 @@ SECOND = {
 """Of a task, the column variant in the tables of analyses/second_opinion.py."""
 
 
-GROUPS = (steering, fade, labels, order)
+GROUPS = (steering, fade, labels, prefix_alone, order, chats)
 
 
 def main() -> int:

@@ -42,6 +42,8 @@ BASES = {
     "topic-4": 57,
     "topic-5": 57,
     "undecided": 810,
+    "rivals-pilot": 20,
+    "rivals": 300,
 }
 """Numbers of prompts by file in bases/, taken from the end of the neutral ones;
 bases/sentiment.txt and bases/topic.txt have all of their five parts."""
