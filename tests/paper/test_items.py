@@ -71,12 +71,15 @@ TOOLS = (
     "bench",
     "check_scorers",
     "circuit_criteria",
+    "gemma_judge",
     "growth",
     "head_paths",
     "labels",
     "lex_and_accuracy",
     "naive_bayes",
+    "readers",
     "recompute",
+    "rivals",
     "perplexity_ratios",
     "same_prompts",
     "scorers",
@@ -250,7 +253,7 @@ def test_the_scripts_are_all_of_reproduce():
     assert set(reproduce["ITEMS"]) == there
     assert set(ITEMS) == there - set(reproduce["EXTRA"])
     drawn = {file.stem for file in (ROOT / "figures").glob("*.py")} - {"house"}
-    assert drawn == {*FIGURES, "frontier", "steering", "bases", "long", "deep", "where"}
+    assert drawn == {*FIGURES, "frontier", "steering", "bases", "long", "deep", "rivals", "where"}
 
 
 def test_numbers_are_those_of_the_raw_texts(run, printed):

@@ -1,0 +1,210 @@
+"""Rivals of the bias at equal cost: figures/rivals.
+
+    make steering-prompts; analyses/rivals.sh ROUNDS
+    python analyses/rivals.py results/rivals --judge FOLDER --out figures/rivals
+
+The *cost* of an arm is the perplexity of its continuations by a model of another family (--judge;
+for texts of SmolLM2 Gemma 3 270M), divided by that of the same base method without bias. A *family*
+is a way to steer at several strengths. Its curve begins at no bias, and families are compared at
+two costs by linear interpolation in ln perplexity (`lapa2_interp.paper.equal_perplexity`).
+
+texts.parquet has a row a text, without the text: family, strength, prompt (12 digits of its
+sha256), attribute, nll (by the judge, a token of the continuation), acc (adapter), acc (linear),
+acc hidden (adapter, the prefixes' words and their inflections hidden), rep (4-grams that the text
+had before). arms.csv has the means of each arm and distinct-2, equal.csv the comparison with LaPA2
+in all heads, with Holm's correction over all tests of a metric.
+"""
+
+from __future__ import annotations
+
+from hashlib import sha256
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import torch
+from readers import hidden_words
+
+from lapa2_interp._util.files import atomic_write, write_text
+from lapa2_interp._util.progress import progress_bar
+from lapa2_interp._util.table_formats import as_csv, as_text
+from lapa2_interp.bias.recipes import name_families, strength
+from lapa2_interp.generation.cell import Cell
+from lapa2_interp.models.load import load_transformers
+from lapa2_interp.paper.equal_perplexity import BASELINE, RATIOS, SteeringCurves, add_verdicts
+from lapa2_interp.paper.scripts import ScriptOptions
+from lapa2_interp.runs.run import Run, load_run
+from lapa2_interp.scoring.echo import MASK
+from lapa2_interp.scoring.registry import ScorerOptions, score_texts
+from lapa2_interp.scoring.scorer import ScoreCache
+
+REFERENCE = "lapa2"
+PLANNED = 300
+"""Prompts of the plan; with fewer there are no tests."""
+METRICS = ("acc", "acc (linear)", "acc hidden", "rep")
+STRENGTHS = {
+    "caa": lambda of: (f"caa, layer {of['layers']:g}", of["strength"]),
+    "preadd": lambda of: ("guidance", of["lam"] - 1),
+    "remind": lambda of: (
+        ("reminder", 1 / of["every"]) if of["every"] else ("longer prefix", of["copies"] - 1)
+    ),
+}
+"""By method without a bias, the family and the strength of its parameters."""
+
+
+def main() -> None:
+    """Score the texts, and write the tables."""
+    parser = ScriptOptions("Rivals of the bias at equal cost")
+    parser.add_argument("run", type=Path)
+    parser.add_argument("--judge", required=True, help="a model of another family")
+    parser.add_argument("--out", type=Path, required=True)
+    options = parser.parse_args()
+    run = load_run(options.run, earlier=True)  # of all rounds
+    texts = run.texts(list(run.finished)).join(families(run), on="cell")
+    with ScoreCache(options.run / "scores") as cache:
+        scored = score(texts, cache)
+    scored["nll"] = judged_nll(scored, options.judge, options.run / "scores" / "judge.csv")
+    arms = pd.DataFrame(
+        [
+            {"family": family, "strength": step, "distinct-2": distinct_2(of["continuation"])}
+            for (family, step), of in scored.groupby(["family", "strength"])
+        ]
+    )
+    scored["prompt"] = [sha256(prompt.encode()).hexdigest()[:12] for prompt in scored["prompt"]]
+    columns = ["family", "strength", "prompt", "attribute", "sample", "nll", *METRICS]
+    with atomic_write(options.out / "texts.parquet") as fresh:
+        scored[columns].to_parquet(fresh, index=False, compression="zstd")
+    curves = SteeringCurves(scored, METRICS)
+    points = curves.points().merge(arms, on=["family", "strength"])
+    base = points.loc[points["family"] == BASELINE, "perplexity"].iloc[0]
+    points["cost"] = points["perplexity"] / base
+    write_text(options.out / "arms.csv", as_csv(points, 6))
+    wide = points.pivot(
+        index=["family", "strength", "cost", "distinct-2"], columns="metric", values="mean"
+    )
+    print(as_text(wide.reset_index(), ".3g"))
+    equal = add_verdicts(curves.compare(REFERENCE, RATIOS), REFERENCE)
+    if curves.prompts < PLANNED:
+        equal[["p", "p_holm", "verdict"]] = np.nan, np.nan, ""
+    write_text(options.out / "equal.csv", as_csv(equal, 6))
+    shown = [
+        "ratio",
+        "family",
+        "value",
+        "difference",
+        "difference_low",
+        "difference_high",
+        "p_holm",
+    ]
+    first = equal[equal["metric"] == "acc hidden"]
+    print(as_text(first[[*shown, "verdict"]], ".3g"))
+
+
+def families(run: Run) -> pd.DataFrame:
+    """By cell, the name of its family and its strength."""
+    names = name_families(cell.active_augmentations for cell in run.by_key.values())
+
+    def family_of(cell: Cell) -> tuple[str, float]:
+        rules = cell.active_augmentations
+        family, step = names[rules], strength(rules)
+        if cell.method in STRENGTHS:
+            family, step = STRENGTHS[cell.method](cell.parameters)
+        elif cell.method != "prefix":
+            family = f"{cell.method}, {family}"
+        if cell.temperature != 1:
+            warm = f"temperature {cell.temperature:g}"
+            return (warm, step) if rules else ("temperature", 1 / cell.temperature - 1)
+        return family, step
+
+    placed = {key: family_of(cell) for key, cell in run.by_key.items()}
+    return pd.DataFrame.from_dict(placed, orient="index", columns=["family", "strength"])
+
+
+def score(texts: pd.DataFrame, cache: ScoreCache) -> pd.DataFrame:
+    """The texts with their scores."""
+    texts = texts.reset_index(drop=True)
+    task = str(texts["task"][0])
+    hidden = hidden_words(task)
+    options = ScorerOptions(task=task)
+    plans = {
+        "acc": (texts, "accuracy=adapter", lambda p: 100 * p),
+        "acc (linear)": (texts, "accuracy=linear", lambda p: 100 * p),
+        "acc hidden": (
+            texts.assign(text=[hidden.sub(MASK, text) for text in texts["text"]]),
+            "accuracy=adapter",
+            lambda p: 100 * p,
+        ),
+        "rep": (texts, "repetition", lambda p: 100 * p),
+    }
+    scored = texts.copy()
+    for name, (read, scorer, unit) in plans.items():
+        values = pd.to_numeric(score_texts(read, [scorer], options, cache)["value"])
+        scored[name] = unit(values.to_numpy(float))
+    return scored
+
+
+@torch.inference_mode()
+def judged_nll(texts: pd.DataFrame, model: str, file: Path) -> np.ndarray:
+    """Mean -ln p a token of each continuation given its prompt, in nats; NaN where there is none.
+
+    The network is in bfloat16, logits are summed in float32. Values are kept in a file, by text.
+    """
+    known = pd.read_csv(file, index_col="text")["nll"].to_dict() if file.exists() else {}
+    names = [
+        sha256(f"{prompt}\0{new}".encode()).hexdigest()
+        for prompt, new in zip(texts["prompt"], texts["continuation"], strict=True)
+    ]
+    network, tokenizer, _ = load_transformers(model, "bfloat16")
+    rows = {
+        name: (prompt, new)
+        for name, prompt, new in zip(names, texts["prompt"], texts["continuation"], strict=True)
+        if name not in known
+    }
+    order = sorted(rows, key=lambda name: len(rows[name][0]) + len(rows[name][1]))
+    with progress_bar(len(order), "perplexity", "text") as bar:
+        for first in range(0, len(order), 16):
+            batch = order[first : first + 16]
+            means = _nll_of([rows[name] for name in batch], network, tokenizer)
+            known |= dict(zip(batch, means, strict=True))
+            bar.update(len(batch))
+            if first % 1024 == 0 or first + 16 >= len(order):
+                table = pd.Series(known, name="nll").rename_axis("text").reset_index()
+                write_text(file, as_csv(table, 8))
+    return np.array([known[name] for name in names])
+
+
+def _nll_of(pairs: list[tuple[str, str]], network, tokenizer) -> list[float]:
+    ids, starts = [], []
+    for prompt, new in pairs:
+        encoded = tokenizer(prompt + new, add_special_tokens=False, return_offsets_mapping=True)
+        ends = [stop for _, stop in encoded["offset_mapping"]]
+        ids.append([tokenizer.bos_token_id, *encoded.input_ids])
+        starts.append(1 + sum(stop <= len(prompt) for stop in ends))
+    width = max(map(len, ids))
+    batch = torch.tensor([row + [0] * (width - len(row)) for row in ids])
+    live = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in ids])
+    hidden = network.model(batch, attention_mask=live, use_cache=False).last_hidden_state
+    # All positions together, since the vocabulary is large.
+    predicting = [
+        states[start - 1 : len(row) - 1]
+        for states, row, start in zip(hidden, ids, starts, strict=True)
+    ]
+    logits = network.lm_head(torch.cat(predicting))
+    tokens = torch.tensor(
+        [token for row, start in zip(ids, starts, strict=True) for token in row[start:]]
+    )
+    own = logits.gather(1, tokens[:, None])[:, 0].float()
+    nll = torch.cat([part.float().logsumexp(1) for part in logits.split(128)]) - own
+    means = [float(part.mean()) for part in nll.split([len(part) for part in predicting])]
+    return means
+
+
+def distinct_2(continuations: pd.Series) -> float:
+    """The share of different pairs of words among all pairs of an arm's texts."""
+    pairs = [pair for text in continuations for pair in pairwise(text.split())]
+    return len(set(pairs)) / len(pairs)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,122 @@
+"""analyses/readers.py and rivals.py: hidden words, agreement, the judge's perplexity, families."""
+
+import sys
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+
+from lapa2_interp.generation.resolve import cell_of
+from lapa2_interp.models.load import load_transformers
+
+READERS = ("reader 1", "reader 2")
+ROOT = Path(__file__).resolve().parent.parent.parent
+WRITTEN = [("The lake", " is calm."), ("I saw", " two old friends by the sea"), ("A", " b")]
+
+
+@pytest.fixture(autouse=True)
+def scripts(monkeypatch):
+    """The scripts import each other by name."""
+    monkeypatch.syspath_prepend(ROOT / "analyses")
+    yield
+    for name in ("readers", "rivals", "labels", "naive_bayes"):
+        sys.modules.pop(name, None)
+
+
+def test_words_of_prefixes_are_hidden_with_their_inflections():
+    from readers import hidden_words
+
+    def hide(task, text):
+        return hidden_words(task).sub("...", text)
+
+    assert hide("sentiment", "Positively very positive; composite negatives") == (
+        "... very ...; composite ..."
+    )
+    assert hide("topic", "Sports of the World, a sportive transport") == (
+        "... of the ..., a ... transport"
+    )
+    assert hide("detox", "Nontoxic and toxicity") == "... and ..."
+
+
+def test_agreement_counts_texts_on_which_both_readers_are_sure():
+    from readers import agreement
+
+    table = pd.DataFrame(
+        {
+            "task": "sentiment",
+            "half": ["development", "test"] * 5,
+            "attribute": "positive",
+            "reader 1": ["positive"] * 6 + ["negative"] * 2 + ["unclear"] * 2,
+            "reader 2": ["positive"] * 6 + ["negative", "positive"] + ["unclear"] * 2,
+            "adapter": ["positive", "negative"] * 5,
+        }
+    )
+    topic = table.assign(task="topic", adapter="world", **dict.fromkeys(READERS, "world"))
+    toxic = pd.concat([table] * 4).assign(task="detox")
+    toxic["adapter"] = toxic["reader 1"] = range(40)
+    toxic["reader 2"] = range(0, 80, 2)
+    rows = pd.DataFrame(agreement(pd.concat([table, topic, toxic], ignore_index=True)))
+    mean = rows.set_index(["task", "half", "who"])["mean"]
+    assert mean["sentiment", "all", "readers"] == 90
+    assert mean["sentiment", "all", "both readers sure"] == 70
+    assert mean["sentiment", "all", "adapter"] == pytest.approx(100 * 3 / 7)
+    assert mean["sentiment", "test", "adapter"] == 0
+    assert mean["sentiment", "all", "asked attribute"] == pytest.approx(100 * 6 / 7)
+    assert mean["detox", "all", "readers"] == mean["detox", "all", "adapter"] == 1
+
+
+def test_the_judge_reads_continuations_after_their_prompts(tmp_path, monkeypatch):
+    """Token by token in float64; what is known is not read again."""
+    import rivals
+
+    network, tokenizer, _ = load_transformers("tiny-llama", "float64")
+    texts = pd.DataFrame(WRITTEN, columns=["prompt", "continuation"])
+    made = rivals.judged_nll(texts, "tiny-llama", tmp_path / "judge.csv")
+    for (prompt, new), value in zip(WRITTEN, made, strict=True):
+        before = len(tokenizer(prompt, add_special_tokens=False).input_ids)
+        ids = tokenizer(prompt + new, add_special_tokens=False).input_ids
+        nll = []
+        for n in range(before, len(ids)):
+            read = torch.tensor([[tokenizer.bos_token_id, *ids[:n]]])
+            with torch.no_grad():
+                nll.append(-float(network(read).logits[0, -1].log_softmax(0)[ids[n]]))
+        assert value == pytest.approx(np.mean(nll), rel=0.02)  # bfloat16
+    monkeypatch.setattr(rivals, "_nll_of", None)
+    assert rivals.judged_nll(texts, "tiny-llama", tmp_path / "judge.csv") == pytest.approx(made)
+
+
+def test_arms_are_named_after_the_way_and_its_strength():
+    import rivals
+
+    def cell(method="prefix", augmentation="none", **settings):
+        asked = {"prompts": "The lake", "attribute": "positive", "length": 12}
+        return cell_of("tiny-gpt2", method=method, augmentation=augmentation, **asked, **settings)
+
+    wanted = [
+        (cell(), "baseline", 0.0),
+        (cell(augmentation="lapa2:alpha=0.4"), "lapa2", 0.4),
+        (cell(augmentation="key-scale:beta=4"), "key-scale", 3.0),
+        (cell({"name": "caa", "layers": 2, "strength": 2.0}), "caa, layer 2", 2.0),
+        (cell({"name": "remind", "every": 8}), "reminder", 1 / 8),
+        (cell({"name": "remind", "every": 0, "copies": 4}), "longer prefix", 3),
+        (cell({"name": "preadd", "lam": 1.5}), "guidance", 0.5),
+        (cell("gate", "lapa2:alpha=0.8"), "gate, lapa2", 0.8),
+        (cell(temperature=0.8), "temperature", 0.25),
+        (cell(augmentation="lapa2:alpha=0.4", temperature=0.8), "temperature 0.8", 0.4),
+    ]
+    table = rivals.families(SimpleNamespace(by_key={one.key: one for one, *_ in wanted}))
+    for one, family, strength in wanted:
+        assert table.loc[one.key, "family"] == family
+        assert table.loc[one.key, "strength"] == pytest.approx(strength)
+
+
+def test_distinct_pairs_are_counted_over_all_texts():
+    import rivals
+
+    texts = ["a b a b", "a b"]
+    pairs = [pair for text in texts for pair in pairwise(text.split())]
+    assert rivals.distinct_2(pd.Series(texts)) == len(set(pairs)) / len(pairs) == 0.5
