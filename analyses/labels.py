@@ -80,6 +80,8 @@ def arm_of(cell: Cell) -> dict[str, str]:
         arm += ", Pro-Aug" * bool(cell.parameters.get("pro_aug"))
     banned = cell.ban_words != "none"
     part = "detox" if cell.task.name == "detox" else "bases" if banned else "undecided"
+    if part == "undecided" and cell.parameters.get("prefixes", "hard") != "hard":
+        part = "soft"
     where = {"part": part, "task": cell.task.name, "method": cell.method}
     return where | {"arm": arm, "attribute": cell.attribute}
 
