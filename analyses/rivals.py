@@ -40,7 +40,7 @@ from lapa2_interp.scoring.registry import ScorerOptions, score_texts
 from lapa2_interp.scoring.scorer import ScoreCache
 
 REFERENCE = "lapa2"
-PLANNED = 300
+PLANNED = 200
 """Prompts of the plan; with fewer there are no tests."""
 METRICS = ("acc", "acc (linear)", "acc hidden", "rep")
 STRENGTHS = {
