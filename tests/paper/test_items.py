@@ -74,6 +74,8 @@ TOOLS = (
     "gemma_judge",
     "growth",
     "head_paths",
+    "instruction_judges",
+    "instructions",
     "labels",
     "lex_and_accuracy",
     "naive_bayes",

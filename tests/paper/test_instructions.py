@@ -1,0 +1,159 @@
+"""Judges of instructions on right and wrong answers, conversations as a Latin square, and the
+table of planted answers."""
+
+from __future__ import annotations
+
+import json
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from lapa2_interp.methods import load_task
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "analyses"))
+judges, script = import_module("instruction_judges"), import_module("instructions")
+judged, own_words = judges.judged, judges.own_words
+PARTS = script.benchmark()
+FRENCH = (
+    "Je suis une personne qui aime lire dans le jardin, et mes amis sont très gentils avec nous."
+)
+SPANISH = "Yo soy una persona muy feliz porque mi familia está en la ciudad con sus amigos."
+GERMAN = "Ich bin ein Mensch und ich habe viele Bücher, aber wir sind nicht oft zu Hause."
+ITALIAN = "Io sono una persona molto felice perché la mia famiglia è con gli amici della città."
+PORTUGUESE = "Eu sou uma pessoa muito feliz porque minha família está com os amigos também."
+ENGLISH = "I am a person who likes to read in the garden, and my friends are very kind to us."
+IMITATED = "Le dog is une very big et the cat was la petite of the house, oui oui my friend."
+SEA = {"says": "ship* sea sail* captain*"}
+
+
+@pytest.mark.parametrize(
+    ("judge", "right", "wrong"),
+    [
+        ({"language": "French"}, FRENCH, [SPANISH, ITALIAN, ENGLISH, "et et et et et et"]),
+        ({"language": "Spanish"}, SPANISH, [FRENCH, PORTUGUESE, ENGLISH, "hola hola hola"]),
+        ({"language": "German"}, GERMAN, [ENGLISH, FRENCH, "und und und und"]),
+        ({"language": "Italian"}, ITALIAN, [SPANISH, FRENCH, ENGLISH]),
+        ({"language": "Portuguese"}, PORTUGUESE, [SPANISH, FRENCH, ENGLISH]),
+        (SEA, "Our captain sails a ship.", ["ship ship ship", "Relationships are a sealed box."]),
+        ({"capitals": 1}, "THE LAKE IS CALM TODAY", ["The lake is calm today", "OK", "The LAKE"]),
+        ({"list": 3}, "- a lake\n- a book\n- a tree", ["A lake, a book", "- a\n- a\n- a"]),
+        (
+            {"poem": 4},
+            "The lake is calm\nThe night is long\nA bird is here\nIt sings a song",
+            ["The lake is calm", "The lake\n" * 6, "1. one of\n2. two of\n3. three of\n4. four of"],
+        ),
+        ({"one sentence": 4}, "The lake is calm.", ["The lake is calm. So am I.", "Calm.", "A lake"]),
+        ({"last words": "so it is"}, "The lake is calm. So it is.", ["So it is.", "So it is not a"]),
+        ({"exclaims": 2}, "I love it! It is so good!", ["I love it. Good.", "Yes! Yes! Yes!", "!!!"]),
+        ({"emoji": 2}, "I am happy \U0001f600 \U0001f389", ["I am happy :)", "\U0001f600" * 5]),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)  # fmt: skip
+def test_a_judge_tells_right_answers_from_wrong_ones(judge, right, wrong):
+    assert judged(right, judge) >= 0.8
+    assert judged(right.replace("'", "\N{RIGHT SINGLE QUOTATION MARK}"), judge) >= 0.8
+    for answer in ["", " \n", "...", *wrong]:
+        assert judged(answer, judge) <= 0.35, answer
+
+
+def test_an_avoided_word_is_found_in_any_case():
+    judge = {"without": "and"}
+    long = "the lake is calm today but my friends were never here"
+    assert judged(long, judge) == 1
+    assert judged(f"{long}, And so.", judge) == judged("a lake", judge) == judged("", judge) == 0
+
+
+def test_an_imitated_language_is_mostly_wrong():
+    assert judged(IMITATED, {"language": "French"}) < 0.5
+    assert judged(f"{FRENCH} {ENGLISH}", {"language": "French"}) < 0.7
+
+
+def test_words_of_a_language_are_its_own():
+    for language in judges.FUNCTION_WORDS:
+        others = [own_words(name) for name in judges.FUNCTION_WORDS if name != language]
+        assert len(own_words(language)) >= 30
+        assert not own_words(language).intersection(*others[:1])
+
+
+@pytest.mark.parametrize("message", PARTS["message"], ids=lambda message: message["text"])
+def test_an_echo_of_the_message_or_a_question_is_no_answer(message):
+    """In every message of the benchmark that is compared."""
+    (name,) = message["judge"]
+    assert name in judges.JUDGES
+    if message["set"] == "out":
+        return
+    assert judged(message["text"], message["judge"]) <= 0.35
+    assert judged(f"{message['text']} {message['text']}", message["judge"]) <= 0.35
+    for question in PARTS["questions"]:
+        assert judged(question, message["judge"]) <= 0.35, question
+
+
+def test_every_question_stands_once_at_every_turn():
+    scripts = script.conversations([{"text": "Be a cat."}, {"text": "Be a dog."}], list("abcd"), 4)
+    assert len(scripts) == 8
+    for message in ("Be a cat.", "Be a dog."):
+        turns = [chat.splitlines()[1:] for chat in scripts if chat.startswith(message)]
+        for of_turn in zip(*turns, strict=True):
+            assert sorted(of_turn) == list("abcd")
+        assert all(sorted(chat) == list("abcd") for chat in turns)
+
+
+def test_tasks_say_where_the_message_stands(tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        "sys.argv", ["instructions.py", "write", "--set", "test", "--turns", "3", "--out", str(tmp_path)]
+    )  # fmt: skip
+    script.main()
+    (first, *_) = json.loads((tmp_path / "conversations.json").read_text("utf-8"))
+    message, *users = first.splitlines()
+    assert len(users) == 3
+    chats = {}
+    for name, _ in script.tasks(PARTS["neutral"], 3):
+        form = load_task(tmp_path / name).chat.filled(prompt=first)
+        says = [str(turn["content"]) for turn in form.messages_after(["A", "B"])]
+        chats[name.removesuffix(".toml")] = form.span, says
+    q = users
+    neutral = PARTS["neutral"]
+    assert chats == {
+        "system": ("system", [message, q[0], "A", q[1], "B", q[2]]),
+        "user": (
+            f"phrase:{message}",
+            [neutral, f"{message} {q[0]}", "A", q[1], "B", q[2]],
+        ),
+        "repeated": (
+            "system",
+            [message, f"{message} {q[0]}", "A", f"{message} {q[1]}", "B", f"{message} {q[2]}"],
+        ),
+    }
+    plain = json.loads((tmp_path / "neutral.json").read_text("utf-8"))
+    assert [chat.splitlines()[0] for chat in plain] == [neutral] * len(PARTS["questions"])
+
+
+def test_adherence_is_above_the_same_judge_on_neutral_answers():
+    """Two messages of known adherence: 1 and 1/3 at first, 1/3 and 0 later; chance 1/3, 0."""
+    messages = [
+        {"text": "Sea.", "kind": "topic", "judge": SEA},
+        {"text": "Dogs.", "kind": "topic", "judge": {"says": "dog dogs puppy bark*"}},
+    ]
+    answers = {
+        ("Sea.", 1): "The captain sails a ship.",
+        ("Sea.", 2): "A ship.",
+        ("Dogs.", 1): "My dog.",
+        ("Dogs.", 2): "Nothing.",
+        ("Plain.", 1): "A ship of mine.",
+        ("Plain.", 2): "Nothing.",
+    }
+    rows = [
+        {"prompt": f"{message}\nq{at}\nq{1 - at}", "turn": turn, "continuation": answer}
+        for (message, turn), answer in answers.items()
+        for at in range(2)
+    ]
+    texts = pd.DataFrame(rows).assign(task="system", arm="baseline", top_k=10, cell="c")
+    table = script.adherence(script.judged_answers(texts, messages, "Plain."), ["arm"])
+    mean = table.set_index(["turn", "measure"])["mean"]
+    assert mean["1", "adherence"] == pytest.approx(2 / 3)
+    assert mean["1", "chance"] == pytest.approx(1 / 6)
+    assert mean["2", "above"] == pytest.approx(1 / 6)
+    assert mean["1 to 2", "fall"] == pytest.approx(1 / 6 - 1 / 2)
