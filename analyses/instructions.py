@@ -17,8 +17,12 @@ given since the model's template would write its own. Tasks say where the messag
 `judge` reads every answer with the judge of its conversation's message. *Chance* is the same judge
 on the answers of neutral conversations at the same turn to the same questions; *above chance* is
 the difference.
-Intervals are over messages. answers.csv has a row an answer, adherence.csv the means by arm and
-turn, and the fall from the first turn to the last.
+The *cost* of an answer is its perplexity given only the message and the question, by the model
+without bias, as a multiple of that of first answers without bias that adhere (at least 1/3) to a
+message of the same kind; means are of ln.
+
+Intervals are over messages. answers.csv has a row an answer, adherence.csv and kinds.csv the means
+by arm and turn, and the fall from the first turn to the last.
 """
 
 from __future__ import annotations
@@ -33,15 +37,24 @@ import numpy as np
 import pandas as pd
 from instruction_judges import judged
 
+from lapa2_interp import load_model
 from lapa2_interp._util.errors import DataError
 from lapa2_interp._util.files import write_text
 from lapa2_interp._util.parsing import parse_toml, read_text
+from lapa2_interp._util.progress import progress_bar
 from lapa2_interp._util.table_formats import as_csv, as_text
+from lapa2_interp.circuits.hidden_span import forced_logits
+from lapa2_interp.generation.arrange import chat_layout
+from lapa2_interp.generation.cell import BASELINE
+from lapa2_interp.models.card import Model
 from lapa2_interp.paper.scripts import ScriptOptions, whole_number
 from lapa2_interp.runs.run import load_run
 from lapa2_interp.stats import mean_interval
+from lapa2_interp.tasks.task import ChatForm
 
 MESSAGES = Path(__file__).resolve().parents[1] / "figures" / "instructions" / "messages.toml"
+MEASURES = ("adherence", "chance", "above", "ln cost")
+ADHERES = 1 / 3
 SETS = ("tune", "test", "out")
 
 
@@ -89,6 +102,7 @@ def judged_answers(texts: pd.DataFrame, messages: Sequence[Mapping], neutral: st
     judges = {message["text"]: message["judge"] for message in messages}
     kinds = {message["text"]: message["kind"] for message in messages}
     texts["message"] = [script[0] for script in lines]
+    texts["question"] = [script[turn] for script, turn in zip(lines, texts["turn"], strict=True)]
     texts["questions"] = ["\n".join(script[1:]) for script in lines]
     plain = texts[texts["message"] == neutral]
     texts = texts[texts["message"] != neutral].reset_index(drop=True)
@@ -112,6 +126,36 @@ def judged_answers(texts: pd.DataFrame, messages: Sequence[Mapping], neutral: st
     return texts
 
 
+def nll(model: Model, answers: pd.DataFrame) -> list[float]:
+    """-ln p a token of each answer given its message and question, in nats; NaN of none."""
+    values = []
+    with progress_bar(len(answers), "reading", "answer") as bar:
+        for message, question, tokens in zip(
+            answers["message"], answers["question"], answers["tokens"], strict=True
+        ):
+            bar.update(1)
+            if not len(tokens):
+                values.append(np.nan)
+                continue
+            form = ChatForm(messages=tuple(chat(message, question)))
+            log_probs = forced_logits(model, chat_layout(model.tokenizer, form), tokens, ())[0]
+            own = log_probs.log_softmax(-1)[range(len(tokens)), list(tokens)]
+            values.append(-float(own.mean()))
+    return values
+
+
+def chat(system: str, user: str) -> list[dict[str, str]]:
+    """A system message and a question."""
+    return [{"role": "system", "content": system}, {"role": "user", "content": user}]
+
+
+def costs(answers: pd.DataFrame) -> pd.Series:
+    """ln of each answer's cost."""
+    first = (answers["turn"] == 1) & (answers["arm"] == BASELINE) & (answers["task"] == "system")
+    plain = answers[first & (answers["adherence"] >= ADHERES)].groupby("kind")["nll"].mean()
+    return answers["nll"] - answers["kind"].map(plain)
+
+
 def adherence(answers: pd.DataFrame, by: Sequence[str]) -> pd.DataFrame:
     """Means by these columns, and the fall of what is above chance, with intervals over
     messages."""
@@ -121,7 +165,7 @@ def adherence(answers: pd.DataFrame, by: Sequence[str]) -> pd.DataFrame:
         where = dict(zip(by, group, strict=True))
         for turn in turns:
             there = of[of["turn"] == turn]
-            for measure in ("adherence", "chance", "above"):
+            for measure in MEASURES:
                 rows.append(
                     where | {"turn": str(turn), "measure": measure} | interval(there, measure)
                 )
@@ -135,6 +179,9 @@ def adherence(answers: pd.DataFrame, by: Sequence[str]) -> pd.DataFrame:
 
 def interval(values: pd.DataFrame, column: str) -> dict[str, float]:
     """The mean over messages with its interval."""
+    values = values.dropna(subset=[column])
+    if not len(values):
+        return dict.fromkeys(("mean", "low", "high"), np.nan) | {"answers": 0, "messages": 0}
     estimate = mean_interval(values[column], values["message"])
     ends = {name: getattr(estimate, name) for name in ("mean", "low", "high")}
     return ends | {"answers": len(values), "messages": values["message"].nunique()}
@@ -165,10 +212,12 @@ def main() -> None:
         texts["turn"] = 1
     texts["top_k"] = [run.by_key[key].top_k for key in texts["cell"]]
     answers = judged_answers(texts, parts["message"], parts["neutral"])
+    answers["nll"] = nll(load_model(run.cells["model"].iloc[0], dtype="float32"), answers)
+    answers["ln cost"] = costs(answers)
     names = ["task", "arm", "top_k", "message", "kind", "turn", "sample"]
     write_text(
         options.out / "answers.csv",
-        as_csv(answers[[*names, "n_tokens", "adherence", "chance"]], 4),
+        as_csv(answers[[*names, "n_tokens", "adherence", "chance", "nll"]], 4),
     )
     by = ["task", "arm", "top_k"]
     table = adherence(answers, by)

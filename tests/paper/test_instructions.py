@@ -8,9 +8,12 @@ import sys
 from importlib import import_module
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 import pytest
+import torch
 
+from lapa2_interp import load_model
 from lapa2_interp.methods import load_task
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "analyses"))
@@ -151,9 +154,31 @@ def test_adherence_is_above_the_same_judge_on_neutral_answers():
         for at in range(2)
     ]
     texts = pd.DataFrame(rows).assign(task="system", arm="baseline", top_k=10, cell="c")
-    table = script.adherence(script.judged_answers(texts, messages, "Plain."), ["arm"])
+    answers = script.judged_answers(texts, messages, "Plain.")
+    assert answers["question"].tolist() == ["q0", "q1", "q1", "q0"] * 2
+    nlls = dict(zip(answers["message"].unique(), (2.0, 3.0), strict=True))
+    answers["nll"] = answers["message"].map(nlls) + 0.5 * (answers["turn"] == 2)
+    answers["ln cost"] = script.costs(answers)
+    table = script.adherence(answers, ["arm"])
     mean = table.set_index(["turn", "measure"])["mean"]
     assert mean["1", "adherence"] == pytest.approx(2 / 3)
     assert mean["1", "chance"] == pytest.approx(1 / 6)
     assert mean["2", "above"] == pytest.approx(1 / 6)
     assert mean["1 to 2", "fall"] == pytest.approx(1 / 6 - 1 / 2)
+    assert mean["1", "ln cost"] == pytest.approx(0)  # both adhere at first: 2.5 in the mean
+    assert mean["2", "ln cost"] == pytest.approx(0.5)
+
+
+def test_the_cost_is_read_after_message_and_question_alone(monkeypatch):
+    model = load_model("tiny-gpt2", dtype="float64")
+    template = "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{% endfor %}[assistant]"
+    monkeypatch.setattr(model.tokenizer, "chat_template", template)
+    answers = pd.DataFrame(
+        {"message": "Be a cat.", "question": "Who are you?", "tokens": [[5, 6, 7], []]}
+    )
+    value, none = script.nll(model, answers)
+    ids = model.tokenizer("[system]Be a cat.[user]Who are you?[assistant]").input_ids
+    with torch.no_grad():
+        logits = model(torch.tensor([[*ids, 5, 6]]))[0, -3:]
+    assert value == pytest.approx(-float(logits.log_softmax(-1)[[0, 1, 2], [5, 6, 7]].mean()))
+    assert np.isnan(none)
