@@ -211,6 +211,9 @@ def main() -> None:
     if "turn" not in texts:
         texts["turn"] = 1
     texts["top_k"] = [run.by_key[key].top_k for key in texts["cell"]]
+    for key, cell in run.by_key.items():
+        if guidance := cell.parameters.get("guidance"):
+            texts.loc[texts["cell"] == key, "arm"] = f"guidance {guidance:g}"
     answers = judged_answers(texts, parts["message"], parts["neutral"])
     answers["nll"] = nll(load_model(run.cells["model"].iloc[0], dtype="float32"), answers)
     answers["ln cost"] = costs(answers)

@@ -412,7 +412,7 @@ FORGETS_NOTHING = ("Qwen3-Next", "Qwen3.5", "Bamba", "Falcon-H1", "Granite 4", "
 def kept_turns(subject: Subject, rows: tuple[int, ...]) -> torch.Tensor:
     """Logits of both answers of each row, whose turns stay in the cache, [row and step, vocab]."""
     model, rule = subject.model, subject.rule
-    state, layouts = KeptRows(model, rule), [subject.layouts[r] for r in rows]
+    state, layouts = KeptRows(model, [rule]), [subject.layouts[r] for r in rows]
     parts = {row: [] for row in rows}
     for turn in (0, 1):
         answers = [ANSWERS[row][turn] for row in rows]

@@ -149,11 +149,13 @@ class BatchPlan:
         )
 
     def assemble_turn(self, pairs: Sequence[tuple[int, int]], layouts: Sequence[Layout]) -> Batch:
-        """The batch that decodes a later turn of chats, each in the layout of its own."""
+        """The batch that decodes a later turn of chats, each in the layout of its own, which is
+        that of all branches."""
+        rows = [layout for _ in self.branches for layout in layouts]
         return Batch(
             pairs=tuple(pairs),
-            layouts=tuple(left_pad(layouts)),
-            prefixes=(None,) * len(pairs),
+            layouts=tuple(left_pad(rows)),
+            prefixes=(None,) * len(rows),
             owner=tuple(range(len(pairs))),
             steps=tuple(self.arrangement.steps[prompt] for prompt, _ in pairs),
             uniform=self._uniform(pairs, list(map(chat_stream, layouts))),

@@ -71,7 +71,7 @@ def decode_turns(
     batch = plan.assemble_batch(pairs)
     rows, follows = None, []
     if plan.cell.keeps_turns:
-        rows = KeptRows(model, plan.arrangement.augmentations[0])
+        rows = KeptRows(model, plan.arrangement.augmentations)
         follows = [ids_between_answers(model.tokenizer, chat) for chat in chats]
     tables: list[pd.DataFrame] = []
     traces = []
@@ -152,23 +152,28 @@ def _next_turns(
 
 
 class KeptRows:
-    """Rows whose texts go on after their last step.
+    """Rows whose texts go on after their last step; row = branch x chat.
 
     Args:
-        augmentation: The augmentation of the rows.
+        augmentations: By branch.
     """
 
-    def __init__(self, model: Model, augmentation: Augmentations) -> None:
-        self.model, self.augmentation = model, augmentation
-        self.rows = new_rows(model, active_augmentations(augmentation))
-        self.has_read = False
+    def __init__(self, model: Model, augmentations: Sequence[Augmentations]) -> None:
+        self.model, self.augmentations = model, augmentations
+        active = [rule for of in augmentations for rule in active_augmentations(of)]
+        self.rows, self.has_read = new_rows(model, active), False
 
-    def go_on(self, turns: Sequence[NextTurn]) -> list[Layout]:
+    def go_on(self, chats: Sequence[NextTurn]) -> list[Layout]:
         """Read all of the next turns but the last token, which the prompt pass reads.
+
+        Args:
+            chats: The next turn of each chat, equal in all branches.
 
         Returns:
             The layouts of the turns.
         """
+        turns = [turn for _ in self.augmentations for turn in chats]
+        rules = [of for of in self.augmentations for _ in chats]
         layouts = [turn.layout for turn in turns]
         # Steps 1 and 2: pack, and read.
         new = [list(turn.layout.ids[turn.n_cached : -1]) for turn in turns]
@@ -185,12 +190,12 @@ class KeptRows:
         ]
         packed = [replace(turn.layout, pad=width - turn.n_cached) for turn in turns]
         if n_new:
-            with augmented(self.model, [self.augmentation] * len(turns), packed):
+            with augmented(self.model, rules, packed):
                 self.rows.read_tokens(torch.tensor(tokens, device=self.model.cfg.device))
         # Step 3: pack again.
         self.rows.pack([layout.ids[:-1] for layout in layouts], max(map(len, layouts)))
         self.has_read = True
-        return layouts
+        return [turn.layout for turn in chats]
 
     def prompt_pass(
         self,

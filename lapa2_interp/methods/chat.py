@@ -3,20 +3,25 @@
 `Layout.of_chat` says which tokens of the rendered messages are the span, which counts as prefix.
 
 P(x_t | x_<t, a) = P_theta(x_t | chat with a, x_<t)
+
+With guidance g this is contrasted with the same chat whose span no later query sees:
+
+    log w = g log P_chat + (1 - g) log P_hidden
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from dataclasses import replace
+from typing import Annotated, Any, ClassVar
 
 from jaxtyping import Float
-from pydantic import ConfigDict, ValidationError
+from pydantic import ConfigDict, Field, ValidationError
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from lapa2_interp._util.errors import MethodError, TaskError, validation_message
-from lapa2_interp.methods.base import Branch, LogProbs, Method, State, check_branches
+from lapa2_interp.methods.base import FLOOR, Branch, LogProbs, Method, State, check_branches
 from lapa2_interp.tasks.task import CUSTOM, Attribute, ChatForm, Prompts, Task
 
 
@@ -27,20 +32,29 @@ class Chat(Method):
     Args:
         keep_turns: Go on from the cached keys and values of earlier turns. Otherwise every turn
             reads the whole chat again, as text.
+        guidance: 1 is the chat alone; above 1 what the span changes is exaggerated, against the
+            chat without it.
     """
 
     name: ClassVar[str] = "chat"
     paper_name: ClassVar[str] = "chat"
     display_name: ClassVar[str] = "Chat"
-    equation: ClassVar[str] = "log w = log P_chat"
+    equation: ClassVar[str] = "log w = guidance log P_chat + (1 - guidance) log P_hidden"
     alpha: ClassVar[float] = 0.5
     in_paper: ClassVar[bool] = False
+    when_empty: ClassVar[str] = "guidance is so large that the contrast overflows; 1.5 is usual"
     keep_turns: bool = False
+    guidance: Annotated[float, Field(allow_inf_nan=False)] = 1.0
 
     @property
     def stored_parameters(self) -> dict[str, float | bool | str]:
-        """`keep_turns` only where it is true, so that a chat of one answer has no parameter."""
-        return {"keep_turns": True} if self.keep_turns else {}
+        """Those that are not the usual ones, so that a plain chat has no parameter."""
+        changed: dict[str, float | bool | str] = {}
+        if self.keep_turns:
+            changed["keep_turns"] = True
+        if self.guidance != 1:
+            changed["guidance"] = self.guidance
+        return changed
 
     def branches(self, task: Task, attribute: str) -> tuple[Branch, ...]:
         prefix = task.prefix(attribute)
@@ -54,12 +68,20 @@ class Chat(Method):
                 "keep_turns keeps earlier turns in the cache, and the chat has one answer; list the"
                 " user's later messages (later = [...] in [chat]), or leave keep_turns out"
             )
-        if not task.chat.has("prefix"):
-            return (Branch("chat", task.chat.span, chat=task.chat),)
-        return (Branch("chat", prefix, chat=task.chat.filled(prefix=prefix)),)
+        form, span = task.chat, task.chat.span
+        if form.has("prefix"):
+            form, span = form.filled(prefix=prefix), prefix
+        chat = Branch("chat", span, chat=form)
+        if self.guidance == 1:
+            return (chat,)
+        return (chat, replace(chat, name="hidden", hidden=True))
 
     def combine(self, log_probs: LogProbs, state: State) -> Float[Tensor, "sample vocab"]:
-        return check_branches(log_probs, "chat")["chat"]
+        if self.guidance == 1:
+            return check_branches(log_probs, "chat")["chat"]
+        log_probs = check_branches(log_probs, "chat", "hidden")
+        chat, hidden = (log_probs[name].clamp(min=FLOOR) for name in ("chat", "hidden"))
+        return hidden + self.guidance * (chat - hidden)
 
 
 def chat_task(

@@ -1,6 +1,7 @@
 """Chats of several turns: read again as text, or kept in the cache."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,11 +12,12 @@ from lapa2_interp import Augmentation, augmented, generate, load_run
 from lapa2_interp._util.errors import LayoutError
 from lapa2_interp.attention.trace import SUMS
 from lapa2_interp.bias.layout import Layout
+from lapa2_interp.circuits.hidden_span import forced_logits
 from lapa2_interp.cli.app import main
 from lapa2_interp.generation import turns as turns_module
 from lapa2_interp.generation.resolve import cell_of
 from lapa2_interp.methods.chat import chat_task
-from lapa2_interp.methods.registry import load_task
+from lapa2_interp.methods.registry import HIDDEN, load_task
 from lapa2_interp.models.card import model_card
 from lapa2_interp.report.viewer import view
 from lapa2_interp.runs import worker
@@ -312,3 +314,34 @@ def test_turns_on_the_command_line(chatting, tmp_path, capsys, monkeypatch):
     assert len(facts["attention"]) == len(facts["texts"]) == 3
     assert main([*asked, "--keep-turns", "--samples", "2"]) == 2
     assert "samples is 2" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_guidance_contrasts_every_turn_with_its_span_hidden(chatting, kept):
+    """Each answer again, from one pass with the span and one in which no later query sees it."""
+    parameters = {"guidance": 3.0, "keep_turns": kept}
+    texts, trace = answers(chatting, parameters=parameters, top_k=1, length=5)
+    assert list(trace["branch"].to_numpy()) == ["chat", "hidden"]
+    assert float(trace["prefix"].sel(branch="hidden").sum()) == pytest.approx(0, abs=1e-12)
+    plain, _ = answers(chatting, top_k=1, length=5)
+    differing = 0
+    for i, row in texts.iterrows():
+        layout = Layout.of_chat(
+            chatting.tokenizer,
+            [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Why?"}],
+            span="system",
+        )
+        context = replace(layout, ids=tuple(row["context"]))
+        chat, hidden = (
+            forced_logits(chatting, context, row["tokens"], rules)[0].log_softmax(-1)
+            for rules in ((), (HIDDEN,))
+        )
+        assert (hidden + 3 * (chat - hidden)).argmax(-1).tolist() == list(row["tokens"])
+        differing += list(row["tokens"]) != list(plain["tokens"][i])
+    assert differing
+
+
+def test_guidance_one_is_the_chat(chatting):
+    plain, _ = answers(chatting)
+    same, _ = answers(chatting, parameters={"guidance": 1.0})
+    assert plain.equals(same)
