@@ -9,7 +9,9 @@ sample, and
 - adapter, linear: 100 if that classifier finds the text right, else 0; in detoxification the
   toxicity in percent;
 - naive Bayes: the same by a classifier of words on --train, of the continuation alone;
-- nll: mean -ln p a token of the continuation, given its prompt; none where a chat tag is in it.
+- nll: mean -ln p a token of the continuation, given its prompt; none where a chat tag is in it;
+- attention, attention at the end: that on the prefix in percent, a mean over layers and heads, of
+  all steps and of the last one; only of runs with a trace.
 
 labels.csv has the mean of each arm, and its difference from "no bias" (the column against): paired
 on prompts and attributes, p by flips of signs, uncorrected. For nll these are perplexity (exp of
@@ -28,9 +30,10 @@ from naive_bayes import CHAT_TAG, continuations, naive_bayes
 from lapa2_interp._util.errors import DataError, RunError
 from lapa2_interp._util.files import atomic_write, write_text
 from lapa2_interp._util.table_formats import as_csv, as_text
+from lapa2_interp.attention.tables import branch_name, pooled
 from lapa2_interp.generation.cell import Cell
 from lapa2_interp.paper.scripts import ScriptOptions
-from lapa2_interp.runs.run import load_run
+from lapa2_interp.runs.run import Run, load_run
 from lapa2_interp.scoring.registry import ScorerOptions, score_texts
 from lapa2_interp.scoring.scorer import ScoreCache
 from lapa2_interp.stats import mean_interval, paired_difference
@@ -38,6 +41,7 @@ from lapa2_interp.stats import mean_interval, paired_difference
 NO_BIAS = "no bias"
 GROUP = ["part", "task", "method"]
 LABELS = ["adapter", "linear", "naive Bayes"]
+ATTENTION = ["attention", "attention at the end"]
 
 
 def main() -> None:
@@ -50,7 +54,7 @@ def main() -> None:
     run = load_run(options.run, earlier=True)  # of all rounds
     arms = pd.DataFrame({key: arm_of(cell) for key, cell in run.by_key.items()}).T
     texts = run.texts(list(run.finished)).drop(columns=["task", "method", "arm", "attribute"])
-    texts = texts.join(arms, on="cell")
+    texts = with_attention(run, texts).join(arms, on="cell")
     texts = texts.drop_duplicates([*GROUP, "arm", "prompt", "attribute", "sample"], keep="last")
     texts = texts[complete(texts, arms)]
     if not len(texts):
@@ -59,7 +63,8 @@ def main() -> None:
         tables = [labelled(of_task, options.train, cache) for _, of_task in texts.groupby("task")]
     table = pd.concat(tables, ignore_index=True)
     table["prompt"] = [sha256(prompt.encode()).hexdigest()[:12] for prompt in table["prompt"]]
-    columns = ["cell", *GROUP, "arm", "prompt", "attribute", "sample", *LABELS, "nll"]
+    measured = [name for name in ATTENTION if name in table]
+    columns = ["cell", *GROUP, "arm", "prompt", "attribute", "sample", *LABELS, "nll", *measured]
     table = table[columns].sort_values([*GROUP, "arm", "attribute"], kind="stable")
     with atomic_write(options.out / "texts.parquet") as fresh:
         table.to_parquet(fresh, index=False, compression="zstd")
@@ -84,6 +89,21 @@ def arm_of(cell: Cell) -> dict[str, str]:
         part = "soft"
     where = {"part": part, "task": cell.task.name, "method": cell.method}
     return where | {"arm": arm, "attribute": cell.attribute}
+
+
+def with_attention(run: Run, texts: pd.DataFrame) -> pd.DataFrame:
+    """The texts with the attention on the prefix that was recorded, if it was."""
+    for key in run.finished:
+        trace = run.trace(key)
+        if trace is None:
+            continue
+        target = list(trace["branch"].to_numpy()).index(branch_name(trace))
+        by_step = 100 * pooled(trace, "prefix")[target]
+        last = (~np.isnan(by_step)).sum(1) - 1
+        own = texts["cell"] == key
+        texts.loc[own, ATTENTION[0]] = np.nanmean(by_step, axis=1)
+        texts.loc[own, ATTENTION[1]] = by_step[range(len(last)), last]
+    return texts
 
 
 def complete(texts: pd.DataFrame, arms: pd.DataFrame) -> pd.Series:
@@ -138,7 +158,7 @@ def headlines(table: pd.DataFrame) -> list[dict]:
     rows = []
     for group, texts in table.groupby(GROUP, sort=False):
         where = dict(zip(GROUP, group, strict=True))
-        for metric in (*LABELS, "nll"):
+        for metric in (*LABELS, "nll", *(name for name in ATTENTION if name in texts)):
             by_arm = dict(iter(texts[texts[metric].notna()].groupby("arm")))
             for arm in sorted(by_arm, key=lambda arm: (arm != NO_BIAS, arm)):
                 here, part = {**where, "arm": arm, "metric": metric}, by_arm[arm]

@@ -22,3 +22,4 @@ done
 cd "$(dirname "$bases/undecided.txt")" # the prefix alone on all prompts, as planned second
 lapa2 sweep "$(dirname "$grid")/prefix.toml" --out "$out-prefix" --workers 1 --yes
 lapa2 sweep "$(dirname "$grid")/soft.toml" --out "$out-soft" --workers 1 --yes # as planned third
+lapa2 sweep "$(dirname "$grid")/attention.toml" --out "$out-attention" --workers 1 --yes # fourth

@@ -8,11 +8,12 @@ for texts of SmolLM2 Gemma 3 270M), divided by that of the same base method with
 is a way to steer at several strengths. Its curve begins at no bias, and families are compared at
 two costs by linear interpolation in ln perplexity (`lapa2_interp.paper.equal_perplexity`).
 
-texts.parquet has a row a text, without the text: family, strength, prompt (12 digits of its
-sha256), attribute, nll (by the judge, a token of the continuation), acc (adapter), acc (linear),
-acc hidden (adapter, the prefixes' words and their inflections hidden), rep (4-grams that the text
-had before). arms.csv has the means of each arm and distinct-2, equal.csv the comparison with LaPA2
-in all heads, with Holm's correction over all tests of a metric.
+texts.parquet has a row a text, without the text: round, family, strength, prompt (12 digits of its
+sha256), attribute, nll (by the judge, a token of the continuation), acc hidden (adapter, the
+prefixes' words and their inflections hidden), acc (linear), rep (4-grams that the text had before).
+Rounds that are there and not in the run stay, so that no run has to be kept. diversity.csv has
+distinct-2 of every arm in each round, arms.csv the means of each arm, equal.csv the comparison with
+LaPA2 in all heads, with Holm's correction over all tests of a metric.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ from lapa2_interp.scoring.scorer import ScoreCache
 REFERENCE = "lapa2"
 PLANNED = 200
 """Prompts of the plan; with fewer there are no tests."""
-METRICS = ("acc", "acc (linear)", "acc hidden", "rep")
+METRICS = ("acc hidden", "acc (linear)", "rep")
+ARM = ["family", "strength"]
 STRENGTHS = {
     "caa": lambda of: (f"caa, layer {of['layers']:g}", of["strength"]),
     "preadd": lambda of: ("guidance", of["lam"] - 1),
@@ -61,22 +63,24 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     run = load_run(options.run, earlier=True)  # of all rounds
-    texts = run.texts(list(run.finished)).join(families(run), on="cell")
+    texts = complete_rounds(run.texts(list(run.finished)).join(families(run), on="cell"))
     with ScoreCache(options.run / "scores") as cache:
         scored = score(texts, cache)
     scored["nll"] = judged_nll(scored, options.judge, options.run / "scores" / "judge.csv")
-    arms = pd.DataFrame(
+    diversity = pd.DataFrame(
         [
-            {"family": family, "strength": step, "distinct-2": distinct_2(of["continuation"])}
-            for (family, step), of in scored.groupby(["family", "strength"])
+            {**dict(zip(["round", *ARM], arm, strict=True)), "distinct-2": distinct_2(of)}
+            for arm, of in scored.groupby(["round", *ARM])["continuation"]
         ]
     )
-    scored["prompt"] = [sha256(prompt.encode()).hexdigest()[:12] for prompt in scored["prompt"]]
-    columns = ["family", "strength", "prompt", "attribute", "sample", "nll", *METRICS]
-    with atomic_write(options.out / "texts.parquet") as fresh:
-        scored[columns].to_parquet(fresh, index=False, compression="zstd")
+    scored["prompt"] = list(map(digits, scored["prompt"]))
+    columns = ["round", *ARM, "prompt", "attribute", "sample", "nll", *METRICS]
+    scored = with_earlier(scored[columns], options.out / "texts.parquet")
+    diversity = with_earlier(diversity, options.out / "diversity.csv")
     curves = SteeringCurves(scored, METRICS)
-    points = curves.points().merge(arms, on=["family", "strength"])
+    points = curves.points().merge(
+        diversity.groupby(ARM, as_index=False)["distinct-2"].mean(), on=ARM
+    )
     base = points.loc[points["family"] == BASELINE, "perplexity"].iloc[0]
     points["cost"] = points["perplexity"] / base
     write_text(options.out / "arms.csv", as_csv(points, 6))
@@ -88,17 +92,37 @@ def main() -> None:
     if curves.prompts < PLANNED:
         equal[["p", "p_holm", "verdict"]] = np.nan, np.nan, ""
     write_text(options.out / "equal.csv", as_csv(equal, 6))
-    shown = [
-        "ratio",
-        "family",
-        "value",
-        "difference",
-        "difference_low",
-        "difference_high",
-        "p_holm",
-    ]
-    first = equal[equal["metric"] == "acc hidden"]
-    print(as_text(first[[*shown, "verdict"]], ".3g"))
+    first = equal[equal["metric"] == METRICS[0]]
+    shown = ["value", "difference", "difference_low", "difference_high", "p_holm", "verdict"]
+    print(as_text(first[["ratio", "family", *shown]], ".3g"))
+
+
+def digits(text: str) -> str:
+    """12 digits of a text's sha256."""
+    return sha256(text.encode()).hexdigest()[:12]
+
+
+def complete_rounds(texts: pd.DataFrame) -> pd.DataFrame:
+    """The texts of rounds that all arms have, with the column round: digits of its first
+    prompt."""
+    first = texts.groupby("cell")["prompt"].first().map(digits)
+    texts = texts.assign(round=texts["cell"].map(first))
+    cells = texts.groupby("round")["cell"].nunique()
+    return texts[texts["round"].map(cells) == cells.max()].reset_index(drop=True)
+
+
+def with_earlier(rows: pd.DataFrame, file: Path) -> pd.DataFrame:
+    """The rows after those of other rounds in the file, which is written."""
+    is_csv = file.suffix == ".csv"
+    if file.exists():
+        earlier = pd.read_csv(file) if is_csv else pd.read_parquet(file)
+        rows = pd.concat([earlier[~earlier["round"].isin(rows["round"])], rows], ignore_index=True)
+    if is_csv:
+        write_text(file, as_csv(rows, 6))
+        return rows
+    with atomic_write(file) as fresh:
+        rows.to_parquet(fresh, index=False, compression="zstd")
+    return rows
 
 
 def families(run: Run) -> pd.DataFrame:
@@ -128,7 +152,6 @@ def score(texts: pd.DataFrame, cache: ScoreCache) -> pd.DataFrame:
     hidden = hidden_words(task)
     options = ScorerOptions(task=task)
     plans = {
-        "acc": (texts, "accuracy=adapter", lambda p: 100 * p),
         "acc (linear)": (texts, "accuracy=linear", lambda p: 100 * p),
         "acc hidden": (
             texts.assign(text=[hidden.sub(MASK, text) for text in texts["text"]]),
@@ -148,14 +171,14 @@ def score(texts: pd.DataFrame, cache: ScoreCache) -> pd.DataFrame:
 def judged_nll(texts: pd.DataFrame, model: str, file: Path) -> np.ndarray:
     """Mean -ln p a token of each continuation given its prompt, in nats; NaN where there is none.
 
-    The network is in bfloat16, logits are summed in float32. Values are kept in a file, by text.
+    Values are kept in a file, by text.
     """
     known = pd.read_csv(file, index_col="text")["nll"].to_dict() if file.exists() else {}
     names = [
         sha256(f"{prompt}\0{new}".encode()).hexdigest()
         for prompt, new in zip(texts["prompt"], texts["continuation"], strict=True)
     ]
-    network, tokenizer, _ = load_transformers(model, "bfloat16")
+    network, tokenizer, _ = load_transformers(model, "float32")
     rows = {
         name: (prompt, new)
         for name, prompt, new in zip(names, texts["prompt"], texts["continuation"], strict=True)
@@ -194,8 +217,8 @@ def _nll_of(pairs: list[tuple[str, str]], network, tokenizer) -> list[float]:
     tokens = torch.tensor(
         [token for row, start in zip(ids, starts, strict=True) for token in row[start:]]
     )
-    own = logits.gather(1, tokens[:, None])[:, 0].float()
-    nll = torch.cat([part.float().logsumexp(1) for part in logits.split(128)]) - own
+    own = logits.gather(1, tokens[:, None])[:, 0]
+    nll = torch.cat([part.logsumexp(1) for part in logits.split(128)]) - own
     means = [float(part.mean()) for part in nll.split([len(part) for part in predicting])]
     return means
 
