@@ -249,9 +249,10 @@ def labels(folder: str = "labels") -> Iterator[Headline]:
         )
 
 
-def prefix_alone() -> Iterator[Headline]:
-    """The prefix alone on all prompts of figures/undecided."""
+def repeated() -> Iterator[Headline]:
+    """The prefix alone on all prompts of figures/undecided, and three cases of soft prefixes."""
     yield from labels("labels/prefix")
+    yield from labels("labels/soft")
 
 
 def order() -> Iterator[Headline]:
@@ -345,6 +346,19 @@ def first_runs() -> dict[tuple, tuple[str, dict[str, object], tuple[str, ...]]]:
             where = plain | {"judge": "smollm2-135m"}
             columns = ("ratio", "ratio low", "ratio high")
             rows[*key, "nll"] = (f"{folder}/fluency.csv", where, columns)
+    for task, method, length in (
+        ("sentiment", "con-prefix", 256),
+        ("topic", "prefix", 128),
+        ("topic", "con-prefix", 128),
+    ):
+        claim = f"LaPA2 raises accuracy: {method}, {task}, {length} tokens (paper: 512)"
+        key = ("soft", task, method, "all heads 0.5")
+        for metric, columns in (
+            ("adapter", ("here", *ends)),
+            ("linear", ("second_here", "second_low", "second_high")),
+        ):
+            where = {"claim": claim, "item": "sent_topic", "metric": "acc"}
+            rows[*key, metric] = ("quick/tables/verdicts.csv", where, columns)
     for method, alpha in (("negprompt", 1), ("preadd", 2), ("palette", 2)):
         where = {"method": method, "arm": f"alpha {alpha} paper", "length": 128}
         for metric, name in (("adapter", "tox"), ("linear", "tox (linear)")):
@@ -360,7 +374,7 @@ SECOND = {
 """Of a task, the column variant in the tables of analyses/second_opinion.py."""
 
 
-GROUPS = (steering, fade, labels, prefix_alone, order, chats)
+GROUPS = (steering, fade, labels, repeated, order, chats)
 
 
 def main() -> int:
