@@ -250,9 +250,9 @@ def labels(folder: str = "labels") -> Iterator[Headline]:
 
 
 def repeated() -> Iterator[Headline]:
-    """The prefix alone on all prompts of figures/undecided, and three cases of soft prefixes."""
-    yield from labels("labels/prefix")
-    yield from labels("labels/soft")
+    """The prefix alone on all prompts of figures/undecided, soft prefixes, and attention."""
+    for name in ("prefix", "soft", "attention"):
+        yield from labels(f"labels/{name}")
 
 
 def order() -> Iterator[Headline]:
