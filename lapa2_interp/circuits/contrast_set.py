@@ -100,7 +100,8 @@ class ContrastSet:
 
         Args:
             model: A model or its name.
-            task: A name or a task with two attributes or more and hard prefixes of one length.
+            task: A name or a task with two attributes or more and hard prefixes of one length. In
+                a task with a chat, its span is the prefix, and a text its first answer.
             attribute: The target; by default the task's first.
             prompts: As `tasks.as_prompts` takes them; by default the task's.
             texts: By prompt, token ids of texts to score; by default the model writes them.
@@ -114,21 +115,34 @@ class ContrastSet:
 
         Raises:
             TaskError: Unknown, or without opposite attributes.
-            CircuitError: Prefixes of different lengths; no prompts, tokens or samples are
-                requested; or as `check`.
+            CircuitError: Prefixes of different lengths; a chat of several answers; no prompts,
+                tokens or samples are requested; or as `check`.
             LayoutError: As `check`.
         """
         model = resolve_model(model)
         check_no_open_block(model)
         check_attention(model)
         chosen = load_task(task) if isinstance(task, str) else task
+        if chosen.chat is not None and chosen.chat.later:
+            raise CircuitError(
+                f"circuits read the first answer of a chat, and that of task {chosen.name!r} has"
+                f" {chosen.chat.n_turns}; leave out its later messages (`later`)"
+            )
         target = next(iter(chosen.attributes)) if attribute is None else attribute
         names = (target, *chosen.others(target))
         requested = as_prompts(chosen.prompts if prompts is None else prompts).texts
         check_request(requested, texts)
         prefixes = {name: chosen.prefix(name) for name in names}
+
+        def example(prompt: str, ids: Sequence[int]) -> ContrastExample:
+            if chosen.chat is None:
+                return ContrastExample.of(model.tokenizer, prefixes, prompt, ids, source)
+            return ContrastExample.of_chat(
+                model.tokenizer, chosen.chat, prefixes, prompt, ids, source
+            )
+
         for prompt in requested:  # a refusal comes before texts are written
-            ContrastExample.of(model.tokenizer, prefixes, prompt, [0])
+            example(prompt, [0])
         if texts is None:
             texts = write_texts(
                 model, chosen, source, requested, tokens=tokens, samples=samples, seed=seed
@@ -137,11 +151,7 @@ class ContrastSet:
             with suppress(DataError, CircuitError):
                 of_list = task if isinstance(task, str) else task.name
                 words = attribute_words(model.tokenizer, of_list, names)
-        examples = tuple(
-            ContrastExample.of(model.tokenizer, prefixes, prompt, ids, source)
-            for prompt in requested
-            for ids in texts[prompt]
-        )
+        examples = tuple(example(prompt, ids) for prompt in requested for ids in texts[prompt])
         contrast_set = cls(examples, words_in_order(words or {}, names), chosen)
         contrast_set.check(model)
         return contrast_set
@@ -243,7 +253,13 @@ class ContrastSet:
             [
                 [example.attributes, example.source, example.text],
                 [
-                    [layout.soft, layout.n_bos, layout.l_pre, layout.ids]
+                    [
+                        layout.soft,
+                        layout.n_bos,
+                        *([layout.n_before] * (layout.n_before > 0)),
+                        layout.l_pre,
+                        layout.ids,
+                    ]
                     for layout in example.layouts
                 ],
                 None if example.raw is None else example.raw.ids,

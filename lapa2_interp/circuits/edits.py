@@ -345,7 +345,7 @@ def read_prefixes(
             layouts, [example.prefixes[branch] for example, branch in rows]
         )
     else:
-        n = layouts[0].n_bos + layouts[0].l_pre
+        n = layouts[0].prefix.stop
         fronts = [
             replace(layout, ids=layout.ids[:n], tokens=layout.tokens[:n], l_pro=0)
             for layout in layouts

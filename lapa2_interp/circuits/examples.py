@@ -17,12 +17,13 @@ from lapa2_interp._util.errors import CircuitError, pluralize
 from lapa2_interp._util.progress import progress_bar
 from lapa2_interp.bias.layout import Layout
 from lapa2_interp.bias.tokens import decode_tokens
+from lapa2_interp.generation.arrange import chat_layout
 from lapa2_interp.generation.loop import decode_batch
 from lapa2_interp.generation.plan import plan_batches
 from lapa2_interp.generation.resolve import cell_of
 from lapa2_interp.models.card import Model
 from lapa2_interp.prefixes.soft_prefix import SoftPrefix
-from lapa2_interp.tasks.task import RAW, Prompts, Task
+from lapa2_interp.tasks.task import RAW, ChatForm, Prompts, Task
 from lapa2_interp.tasks.word_lists import read_word_list
 
 if TYPE_CHECKING:
@@ -73,11 +74,7 @@ class ContrastExample:
                 " differ by positions, too; use soft prefixes, or reword one prefix to the other's"
                 " length"
             )
-        tails = {
-            layout.ids[layout.n_bos + (0 if layout.soft else layout.l_pre) :]
-            for layout in self.layouts
-        }
-        if len(tails) > 1 or len({layout.n_bos for layout in self.layouts}) > 1:
+        if len({_around(layout) for layout in self.layouts}) > 1:
             raise CircuitError(
                 f"the prompt {self.prompt!r} is not the same tokens in every branch (a token"
                 " spans prefix and prompt); end the prefixes alike, or begin the prompt with a"
@@ -87,10 +84,6 @@ class ContrastExample:
             raise CircuitError(
                 f"the token {crossing.merged!r} is part of the prefix and of the prompt"
                 f" {self.prompt!r}; end the prefixes otherwise, or begin the prompt with a space"
-            )
-        if any(layout.n_before for layout in self.layouts):
-            raise CircuitError(
-                "circuits need a prefix right after BOS; a chat's span has tokens before it"
             )
         # Soft prefixes for all layouts, or none.
         if not self.prefixes:
@@ -126,6 +119,7 @@ class ContrastExample:
         return (
             layout.soft,
             layout.n_bos,
+            layout.n_before,
             layout.l_pre,
             layout.l_pro,
             self.n_steps,
@@ -173,6 +167,35 @@ class ContrastExample:
         raw = Layout.of(tokenizer, None, prompt)
         return cls(prompt, tuple(prefixes), tuple(layouts), tuple(map(int, ids)), source, raw)
 
+    @classmethod
+    def of_chat(
+        cls,
+        tokenizer: PreTrainedTokenizerBase,
+        form: ChatForm,
+        prefixes: Mapping[str, str],
+        prompt: str,
+        text: Sequence[int],
+        source: str = RAW,
+    ) -> ContrastExample:
+        """The first answer of a chat, whose span is the prefix.
+
+        Args:
+            form: The chat, with {prefix} for each branch's prefix and {prompt} for the prompt.
+
+        Raises:
+            CircuitError: The spans have different lengths, or the text is empty.
+            LayoutError: As `Layout.of_chat`.
+        """
+        chats = [form.filled(prefix=prefix, prompt=prompt) for prefix in prefixes.values()]
+        layouts = tuple(chat_layout(tokenizer, chat) for chat in chats)
+        return cls(prompt, tuple(prefixes), layouts, tuple(map(int, text)), source)
+
+
+def _around(layout: Layout) -> tuple[tuple[int, ...], tuple[int, ...], int]:
+    """The tokens before and after a prefix, and the number of BOS tokens."""
+    start, stop = (layout.n_bos, layout.n_bos) if layout.soft else layout.prefix
+    return layout.ids[:start], layout.ids[stop:], layout.n_bos
+
 
 def check_request(
     prompts: Sequence[str],
@@ -188,7 +211,7 @@ def prefix_texts(tokenizer: PreTrainedTokenizerBase, example: ContrastExample) -
     return {
         name: "soft prefix"
         if layout.soft
-        else decode_tokens(tokenizer, layout.ids[layout.n_bos :][: layout.l_pre])
+        else decode_tokens(tokenizer, layout.ids[slice(*layout.prefix)])
         for name, layout in zip(example.attributes, example.layouts, strict=True)
     }
 
@@ -204,19 +227,26 @@ def write_texts(
     seed: int = 1,
 ) -> dict[str, list[list[int]]]:
     """Texts that a model writes, by prompt, each of `tokens` tokens: after an attribute's hard
-    prefix, or after the prompt alone."""
+    prefix, or after the prompt alone; in a chat, with the span of an attribute hidden."""
     longest = max(
         len(model.tokenizer(prompt, add_special_tokens=False).input_ids) for prompt in prompts
     )
     length = tokens + (longest if task.length_counts_prompt else 0)
+    parameters: dict[str, float | bool | str]
+    if task.chat is not None:
+        method, parameters = "chat", {"guidance": 0.0} if source == RAW else {}
+    elif source == RAW:
+        method, parameters = "none", {}
+    else:
+        method, parameters = "prefix", {"prefixes": "hard"}
     cell = cell_of(
         model,
-        method="none" if source == RAW else "prefix",
+        method=method,
         task=task,
         attribute=next(iter(task.attributes)) if source == RAW else source,
         prompts=Prompts(texts=tuple(prompts)),
         alpha=0,
-        parameters={} if source == RAW else {"prefixes": "hard"},
+        parameters=parameters,
         length=length,
         samples=samples,
         seed=seed,

@@ -259,7 +259,7 @@ def make_circuit_graph(study: CircuitStudy) -> dict[str, Any]:
     if study.logit_attribution is not None:
         rows = records(study.logit_attribution.frame())
         direct = {(row["layer"], row["head"]): row["direct"] for row in rows}
-    names = [*layout.tokens[layout.n_bos : layout.n_bos + layout.l_pre]]
+    names = [*layout.tokens[slice(*layout.prefix)]]
     if layout.soft:
         names = [f"soft {i + 1}" for i in range(layout.soft)]
     # Nodes, and edges from the prefix to heads and from heads to the logits.

@@ -84,8 +84,16 @@ def soft_layout():
     return Layout.of(tiny("tiny-llama").tokenizer, None, "efg hi", soft=slots)
 
 
-def behind(layout):
-    return replace(layout, n_before=1, l_pre=layout.l_pre - 1)
+def behind(layout, token):
+    """The layout with a token between BOS and the prefix."""
+    ids = (*layout.ids[: layout.n_bos], token, *layout.ids[layout.n_bos :])
+    return replace(layout, n_before=1, ids=ids, tokens=(*layout.tokens, "t"))
+
+
+def several_answers():
+    chat = [{"role": "system", "content": "Be {prefix}"}, {"role": "user", "content": "{prompt}"}]
+    form = {"messages": chat, "later": ["Why?"]}
+    return Task(**load_task("sentiment").model_dump() | {"chat": form, "name": "talk"})
 
 
 # --- texts, metrics and units
@@ -126,9 +134,13 @@ TEXTS = {
         lambda: example_with(replace(example().layouts[0], merged=":e")),
         "the token ':e' is part of the prefix and of the prompt",
     ),
-    "tokens before a chat's span": (
-        lambda: example_with(*map(behind, example().layouts)),
-        "a chat's span has tokens before it",
+    "other tokens before the span": (
+        lambda: example_with(*(behind(l, 70 + i) for i, l in enumerate(example().layouts))),
+        "is not the same tokens in every branch",
+    ),
+    "a chat of several answers": (
+        lambda: ContrastSet.of(tiny(), several_answers()),
+        "has 2; leave out its later messages",
     ),
     "a text that is too long": (
         lambda: control_score(
