@@ -93,7 +93,8 @@ def behind(layout, token):
 def several_answers():
     chat = [{"role": "system", "content": "Be {prefix}"}, {"role": "user", "content": "{prompt}"}]
     form = {"messages": chat, "later": ["Why?"]}
-    return Task(**load_task("sentiment").model_dump() | {"chat": form, "name": "talk"})
+    talk = {"chat": form, "name": "talk", "length_counts_prompt": False}
+    return Task(**load_task("sentiment").model_dump() | talk)
 
 
 # --- texts, metrics and units
