@@ -12,8 +12,9 @@ texts.parquet has a row a text, without the text: round, family, strength, promp
 sha256), attribute, nll (by the judge, a token of the continuation), acc hidden (adapter, the
 prefixes' words and their inflections hidden), acc (linear), rep (4-grams that the text had before).
 Rounds that are there and not in the run stay, so that no run has to be kept. diversity.csv has
-distinct-2 of every arm in each round, arms.csv the means of each arm, equal.csv the comparison with
-LaPA2 in all heads, with Holm's correction over all tests of a metric.
+distinct-2 of every arm in each round, read.csv forty continuations of every arm of the first round,
+arms.csv the means of each arm, equal.csv the comparison with LaPA2 in all heads, with Holm's
+correction over all tests of a metric.
 """
 
 from __future__ import annotations
@@ -74,6 +75,9 @@ def main() -> None:
         ]
     )
     scored["prompt"] = list(map(digits, scored["prompt"]))
+    if not (file := options.out / "read.csv").exists():
+        shown = [*ARM, "attribute", "prompt", "continuation"]
+        write_text(file, as_csv(scored.groupby([*ARM, "attribute"]).head(20)[shown], 6))
     columns = ["round", *ARM, "prompt", "attribute", "sample", "nll", *METRICS]
     scored = with_earlier(scored[columns], options.out / "texts.parquet")
     diversity = with_earlier(diversity, options.out / "diversity.csv")

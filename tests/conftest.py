@@ -169,6 +169,11 @@ def load(name: str, dtype: str = "float32", model_class: str = "TransformerBridg
     return _loaded(name, dtype, model_class)
 
 
+def fresh(name: str, dtype: str = "float32", model_class: str = "TransformerBridge"):
+    """A model of its own, for a test that edits it."""
+    return _loaded.__wrapped__(name, dtype, model_class)
+
+
 @functools.cache
 def _loaded(name: str, dtype: str, model_class: str):
     from lapa2_interp import load_model

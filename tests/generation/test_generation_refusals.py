@@ -1,10 +1,8 @@
 """What the room refuses: a call, and what its one line says."""
 
-import copy
-
 import pytest
 import torch
-from conftest import load
+from conftest import fresh, load
 from test_decoding import made
 from test_turns import FORM, KEPT, SCRIPTS, TEMPLATE, answers, script_task
 
@@ -55,7 +53,7 @@ TURNS = [
 
 
 def without_numbers():
-    model = copy.deepcopy(load("tiny-gpt2"))
+    model = fresh("tiny-gpt2")
     next(weight for name, weight in model.named_parameters() if "mlp" in name).data.fill_(torch.nan)
     made(model)
 

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from conftest import load, plan
+from conftest import fresh, load, plan
 from oracle import oracle_logits
 
 from lapa2_interp._util.errors import (
@@ -182,7 +182,7 @@ def test_the_cache_tells_models_apart(cache):
     prints = {name: weights_id(load(name)) for name in ("tiny-gpt2", "tiny-llama", "tiny-neox")}
     assert len(set(prints.values())) == 3
     assert weights_id(load("tiny-gpt2")) == prints["tiny-gpt2"]
-    edited = copy.deepcopy(load("tiny-gpt2"))
+    edited = fresh("tiny-gpt2")
     with torch.no_grad():
         next(iter(getattr(edited, "original_model", edited).parameters())).mul_(1.01)
     assert weights_id(edited) != prints["tiny-gpt2"]

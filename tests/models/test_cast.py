@@ -1,10 +1,8 @@
 """A model that is cast after loading is that of a model loaded in the type."""
 
-import copy
-
 import pytest
 import torch
-from conftest import load
+from conftest import fresh, load
 
 from lapa2_interp import generate
 from lapa2_interp.attention.hooked import edit_scores
@@ -21,7 +19,7 @@ TYPES = [
 
 @pytest.mark.parametrize(("model_class", "dtype"), TYPES)
 def test_texts_and_card_are_those_of_the_type(model_class, dtype):
-    model = copy.deepcopy(load("tiny-llama", model_class=model_class))
+    model = fresh("tiny-llama", model_class=model_class)
     model.original_model.to(getattr(torch, dtype))
     wanted = load("tiny-llama", dtype, model_class)
     runs = [generate(one, alpha=0.5, **SETTINGS) for one in (model, wanted)]
@@ -33,7 +31,7 @@ def test_texts_and_card_are_those_of_the_type(model_class, dtype):
 
 @torch.no_grad()
 def test_scores_are_edited_in_the_type():
-    model = copy.deepcopy(load("tiny-llama", model_class="TransformerBridge"))
+    model = fresh("tiny-llama", model_class="TransformerBridge")
     ids = Layout.of(model, "Good:", "The lake").tensor
     model.original_model.to(torch.bfloat16)
     plain = model(ids)

@@ -1,11 +1,9 @@
 """Any change of weights' values is seen, however it is written."""
 
-import copy
-
 import pytest
 import torch
 import transformers
-from conftest import load
+from conftest import fresh
 
 from lapa2_interp import generate
 from lapa2_interp.models import fingerprint as module
@@ -21,7 +19,7 @@ SETTINGS = {"attribute": "positive", "prompts": ["The lake"], "top_k": 1, "lengt
 
 
 def copied(name="tiny-llama", model_class="TransformersModel"):
-    return copy.deepcopy(load(name, model_class=model_class))
+    return fresh(name, model_class=model_class)
 
 
 def weight_of(model):

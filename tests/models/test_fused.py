@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from conftest import load
+from conftest import fresh
 
 from lapa2_interp import generate, load_model
 from lapa2_interp._util.errors import ModelError
@@ -17,7 +17,7 @@ FUSED = "gpt_neox.layers.1.attention.query_key_value"
 
 @pytest.fixture
 def model():
-    return copy.deepcopy(load("tiny-neox", model_class="TransformerBridge"))
+    return copy.deepcopy(fresh("tiny-neox", model_class="TransformerBridge"))
 
 
 def weight_of(model, name=FUSED):
@@ -56,7 +56,7 @@ def test_a_cast_changes_both(model):
 @pytest.mark.parametrize("cast", [False, True])
 def test_views_that_a_copy_or_a_cast_of_the_model_parts_are_compared(cast):
     """GPT-2's parts are views, so that an edit of the fused weight of the model itself acts."""
-    model = copy.deepcopy(load("tiny-gpt2", model_class="TransformerBridge"))
+    model = copy.deepcopy(fresh("tiny-gpt2", model_class="TransformerBridge"))
     if cast:
         model.original_model.to(torch.float64)
     name = model_card(model).weights

@@ -12,7 +12,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import transformers
-from conftest import MODEL_CLASSES, load, soft_prefix
+from conftest import MODEL_CLASSES, fresh, load, soft_prefix
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -422,7 +422,7 @@ def packed():
 
 
 def of_weights_before():
-    model = copy.deepcopy(load("tiny-llama", model_class=PLAIN))
+    model = fresh("tiny-llama", model_class=PLAIN)
     prefix = soft_prefix(model)
     prefix.check(model)
     next(network_of(model).parameters()).data *= -3.0
