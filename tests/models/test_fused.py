@@ -17,7 +17,7 @@ FUSED = "gpt_neox.layers.1.attention.query_key_value"
 
 @pytest.fixture
 def model():
-    return copy.deepcopy(fresh("tiny-neox", model_class="TransformerBridge"))
+    return fresh("tiny-neox", model_class="TransformerBridge")
 
 
 def weight_of(model, name=FUSED):
@@ -56,7 +56,8 @@ def test_a_cast_changes_both(model):
 @pytest.mark.parametrize("cast", [False, True])
 def test_views_that_a_copy_or_a_cast_of_the_model_parts_are_compared(cast):
     """GPT-2's parts are views, so that an edit of the fused weight of the model itself acts."""
-    model = copy.deepcopy(fresh("tiny-gpt2", model_class="TransformerBridge"))
+    original = fresh("tiny-gpt2", model_class="TransformerBridge")  # a copy refers to it
+    model = copy.deepcopy(original)
     if cast:
         model.original_model.to(torch.float64)
     name = model_card(model).weights
