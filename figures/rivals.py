@@ -10,6 +10,17 @@ from lapa2_interp._util.plots import COLOURS, new_figure, plain_axes
 from lapa2_interp.paper.scripts import ScriptOptions
 
 MARKERS = "os^Dv"
+NAMES = {
+    "lapa2": "LaPA², all heads",
+    "head-selective": "24 heads",
+    "gate, head-selective": "gate around 24 heads",
+    "key-scale": "scores multiplied",
+    "caa, layer 20": "activation addition",
+    "reminder": "prefix read again",
+    "temperature": "temperature 0.8",
+    "temperature 0.8": "24 heads, temperature 0.8",
+}
+"""Of families that the figure calls otherwise."""
 METRICS = {"acc hidden": "accuracy by adapter, words hidden, %", "acc (linear)": "by linear, %"}
 
 
@@ -26,13 +37,15 @@ def draw(arms: pd.DataFrame) -> Figure:
             own = rows[rows["family"] == family].sort_values("strength")
             curve = pd.concat([base, own])
             colour, marker = COLOURS[i % len(COLOURS)], MARKERS[i // len(COLOURS)]
-            axes.plot(curve["cost"], curve["mean"], color=colour, marker=marker, ms=4, label=family)
+            axes.plot(
+                curve["cost"], curve["mean"], color=colour, marker=marker, ms=4,
+                label=NAMES.get(family, family),
+            )  # fmt: skip
             axes.vlines(own["cost"], own["low"], own["high"], color=colour, lw=0.8)
         for cost in (1.1, 1.25):
             axes.axvline(cost, color="grey", ls=":", lw=0.8)
-        axes.set(xlabel="perplexity by Gemma, times that of no bias", ylabel=words)
         axes.set_xlim(right=min(2.0, arms["cost"].max() + 0.05))
-        plain_axes(axes)
+        plain_axes(axes, "perplexity by Gemma, times that of no bias", words)
     legend_below(figure, [("", panels[0], arms)], 4)
     return figure
 

@@ -1,5 +1,6 @@
 """analyses/readers.py and rivals.py: hidden words, agreement, the judge's perplexity, families."""
 
+import importlib.util
 import sys
 from itertools import pairwise
 from pathlib import Path
@@ -143,3 +144,23 @@ def test_rounds_are_complete_and_earlier_ones_stay(tmp_path):
         again = rivals.with_earlier(pd.DataFrame({"round": ["r2"], "nll": [3.5]}), file)
         assert again["nll"].tolist() == [1.5, 3.5]
         assert rivals.with_earlier(first[:0], file).equals(again)
+
+
+def test_the_figure_has_a_curve_for_every_family(monkeypatch):
+    """From no bias, at cost 1, on; no family lacks a mark of its own."""
+    monkeypatch.syspath_prepend(ROOT / "figures")
+    spec = importlib.util.spec_from_file_location("rivals_figure", ROOT / "figures" / "rivals.py")
+    drawing = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(drawing)
+    arms = pd.read_csv(ROOT / "figures" / "rivals" / "arms.csv")
+    for axes in drawing.draw(arms).axes:
+        curves = [line for line in axes.lines if line.get_marker() != "None"]
+        assert len(curves) == arms["family"].nunique() - 1
+        assert {line.get_xdata()[0] for line in curves} == {1.0}
+        assert len({(line.get_color(), line.get_marker()) for line in curves}) == len(curves)
+    texts = pd.read_parquet(ROOT / "figures" / "rivals" / "texts.parquet")
+    base = texts[texts["family"] == "baseline"]
+    row = arms[(arms["family"] == "lapa2") & (arms["strength"] == 0.4)]
+    own = texts[(texts["family"] == "lapa2") & (texts["strength"] == 0.4)]
+    cost = np.exp(own["nll"].mean() - base["nll"].mean())
+    assert row["cost"].unique() == pytest.approx([cost], rel=1e-5)
