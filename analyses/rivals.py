@@ -1,6 +1,6 @@
 """Rivals of the bias at equal cost: figures/rivals.
 
-    make steering-prompts; analyses/rivals.sh ROUNDS
+    make steering-prompts; analyses/rivals.sh 2    # the last round
     python analyses/rivals.py results/rivals --judge FOLDER --out figures/rivals
 
 The *cost* of an arm is the perplexity of its continuations by a model of another family (--judge;
