@@ -118,6 +118,8 @@ def judged_answers(texts: pd.DataFrame, messages: Sequence[Mapping], neutral: st
 
     @cache
     def chance(message: str, *group: object) -> float:
+        if group not in pools:
+            raise DataError("some questions have no neutral answer; add neutral.json to the grid")
         return float(np.mean([judged(answer, judges[message]) for answer in pools[group]]))
 
     keys = zip(texts["message"], *(texts[name] for name in by), strict=True)
@@ -206,6 +208,8 @@ def main() -> None:
         for name, text in tasks(parts["neutral"], options.turns):
             write_text(options.out / name, text)
         return
+    if options.run is None:
+        parser.error("judge needs the folder of a run")
     run = load_run(options.run)
     texts = run.texts(list(run.finished))
     if "turn" not in texts:

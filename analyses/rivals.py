@@ -19,6 +19,7 @@ correction over all tests of a metric.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from hashlib import sha256
 from itertools import pairwise
 from pathlib import Path
@@ -28,6 +29,7 @@ import pandas as pd
 import torch
 from readers import hidden_words
 
+from lapa2_interp._util.errors import RunError
 from lapa2_interp._util.files import atomic_write, write_text
 from lapa2_interp._util.progress import progress_bar
 from lapa2_interp._util.table_formats import as_csv, as_text
@@ -64,7 +66,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     run = load_run(options.run, earlier=True)  # of all rounds
-    texts = complete_rounds(run.texts(list(run.finished)).join(families(run), on="cell"))
+    planned = {key: digits(cell.prompts[0]) for key, cell in run.by_key.items()}
+    texts = complete_rounds(run.texts(list(run.finished)).join(families(run), on="cell"), planned)
     with ScoreCache(options.run / "scores") as cache:
         scored = score(texts, cache)
     scored["nll"] = judged_nll(scored, options.judge, options.run / "scores" / "judge.csv")
@@ -106,13 +109,21 @@ def digits(text: str) -> str:
     return sha256(text.encode()).hexdigest()[:12]
 
 
-def complete_rounds(texts: pd.DataFrame) -> pd.DataFrame:
-    """The texts of rounds that all arms have, with the column round: digits of its first
-    prompt."""
-    first = texts.groupby("cell")["prompt"].first().map(digits)
-    texts = texts.assign(round=texts["cell"].map(first))
-    cells = texts.groupby("round")["cell"].nunique()
-    return texts[texts["round"].map(cells) == cells.max()].reset_index(drop=True)
+def complete_rounds(texts: pd.DataFrame, planned: Mapping[str, str]) -> pd.DataFrame:
+    """The texts of rounds whose cells are all finished, with the column round.
+
+    Args:
+        planned: By cell, its round: digits of its first prompt.
+
+    Raises:
+        RunError: No round is complete.
+    """
+    texts = texts.assign(round=texts["cell"].map(planned))
+    unfinished = {name for cell, name in planned.items() if cell not in set(texts["cell"])}
+    texts = texts[~texts["round"].isin(unfinished)].reset_index(drop=True)
+    if not len(texts):
+        raise RunError("no round is complete; repeat analyses/rivals.sh")
+    return texts
 
 
 def with_earlier(rows: pd.DataFrame, file: Path) -> pd.DataFrame:

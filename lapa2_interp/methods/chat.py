@@ -32,8 +32,8 @@ class Chat(Method):
     Args:
         keep_turns: Go on from the cached keys and values of earlier turns. Otherwise every turn
             reads the whole chat again, as text.
-        guidance: 1 is the chat alone; above 1 what the span changes is exaggerated, against the
-            chat without it.
+        guidance: 1 is the chat alone, 0 the chat with its span hidden; above 1 what the span
+            changes is exaggerated. Any finite number.
     """
 
     name: ClassVar[str] = "chat"

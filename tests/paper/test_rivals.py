@@ -11,6 +11,7 @@ import pandas as pd
 import pytest
 import torch
 
+from lapa2_interp._util.errors import RunError
 from lapa2_interp.generation.resolve import cell_of
 from lapa2_interp.models.load import load_transformers
 
@@ -126,17 +127,13 @@ def test_distinct_pairs_are_counted_over_all_texts():
 def test_rounds_are_complete_and_earlier_ones_stay(tmp_path):
     import rivals
 
-    cells = [
-        ("a", "x", "p1"),
-        ("a", "x", "p2"),
-        ("b", "y", "p1"),
-        ("b", "y", "p2"),
-        ("c", "x", "p3"),
-    ]
-    texts = pd.DataFrame(cells, columns=["cell", "family", "prompt"])
-    rounds = rivals.complete_rounds(texts)
-    assert rounds["prompt"].tolist() == ["p1", "p2", "p1", "p2"]
-    assert set(rounds["round"]) == {rivals.digits("p1")}
+    texts = pd.DataFrame({"cell": ["a", "a", "b", "c"], "prompt": ["p1", "p2", "p1", "p3"]})
+    planned = {"a": "r1", "b": "r1", "c": "r2", "d": "r2"}
+    rounds = rivals.complete_rounds(texts, planned)
+    assert rounds["cell"].tolist() == ["a", "a", "b"]
+    assert set(rounds["round"]) == {"r1"}
+    with pytest.raises(RunError, match="no round is complete"):
+        rivals.complete_rounds(texts, planned | {"e": "r1"})
     for name in ("rows.csv", "rows.parquet"):
         file = tmp_path / name
         first = pd.DataFrame({"round": ["r1", "r2"], "nll": [1.5, 2.5]})
