@@ -1,8 +1,9 @@
 """Does an instruction hold? Chats of several turns, judged by programs: figures/instructions.
 
-    python analyses/instructions.py write --set tune --out chats
+    python analyses/instructions.py write --set test --round 1 --out chats
     cd chats; lapa2 sweep figures/instructions/GRID --out run      # GRID by its path
     python analyses/instructions.py judge chats/run --out figures/instructions
+    python analyses/instructions.py heads --out figures/instructions
 
 `write` makes what the grids read: conversations and tasks. A conversation is a prompt of many
 lines: the system message, then the user's, one a turn. The questions rotate over the turns (a Latin
@@ -20,6 +21,10 @@ the difference.
 The *cost* of an answer is its perplexity given only the message and the question, by the model
 without bias, as a multiple of that of first answers without bias that adhere (at least 1/3) to a
 message of the same kind; means are of ln.
+
+`heads` writes heads.json: the 24 heads without whose view of the message its effect on the first
+answer falls most, chosen on those messages for tuning that have a persona and a topic, with other
+questions.
 
 Intervals are over messages. answers.csv has a row an answer, adherence.csv and kinds.csv the means
 by arm and turn, and the fall from the first turn to the last.
@@ -44,17 +49,19 @@ from lapa2_interp._util.parsing import parse_toml, read_text
 from lapa2_interp._util.progress import progress_bar
 from lapa2_interp._util.table_formats import as_csv, as_text
 from lapa2_interp.circuits.hidden_span import forced_logits
+from lapa2_interp.circuits.selection import Selection, select
 from lapa2_interp.generation.arrange import chat_layout
 from lapa2_interp.generation.cell import BASELINE
 from lapa2_interp.models.card import Model
 from lapa2_interp.paper.scripts import ScriptOptions, whole_number
 from lapa2_interp.runs.run import load_run
 from lapa2_interp.stats import mean_interval
-from lapa2_interp.tasks.task import ChatForm
+from lapa2_interp.tasks.task import Attribute, ChatForm, Prompts, Task
 
 MESSAGES = Path(__file__).resolve().parents[1] / "figures" / "instructions" / "messages.toml"
 MEASURES = ("adherence", "chance", "above", "ln cost")
 ADHERES = 1 / 3
+MODEL = "smollm2-135m"
 SETS = ("tune", "test", "out")
 
 
@@ -63,13 +70,21 @@ def benchmark() -> dict[str, Any]:
     return parse_toml(read_text(MESSAGES))
 
 
-def conversations(messages: Sequence[Mapping], questions: Sequence[str], turns: int) -> list[str]:
-    """The scripts of all messages: as many rotations as there are questions."""
+def conversations(
+    messages: Sequence[Mapping], questions: Sequence[str], turns: int, part: int | None = None
+) -> list[str]:
+    """The scripts of all messages: as many rotations as there are questions.
+
+    Args:
+        part: 1 or 2 is a half of the rotations, which differs from a message to the next.
+    """
     n = len(questions)
+    half = n // 2
     return [
         "\n".join([message["text"], *(questions[(first + turn) % n] for turn in range(turns))])
-        for message in messages
+        for i, message in enumerate(messages)
         for first in range(n)
+        if part is None or (i + first // half) % 2 == part - 1
     ]
 
 
@@ -189,28 +204,51 @@ def interval(values: pd.DataFrame, column: str) -> dict[str, float]:
     return ends | {"answers": len(values), "messages": values["message"].nunique()}
 
 
+def choose_heads(model: Model, messages: Sequence[Mapping], questions: Sequence[str]) -> Selection:
+    """The heads that carry these messages, which have one length in tokens."""
+    task = Task(
+        name="messages",
+        length_counts_prompt=False,
+        attributes={message["text"]: Attribute(prefix=message["text"]) for message in messages},
+        prompts=Prompts(texts=tuple(questions)),
+        chat=ChatForm(messages=tuple(chat("{prefix}", "{prompt}"))),
+    )
+    return select(model, task, heads=24)
+
+
 def main() -> None:
-    """Write the conversations, or judge the answers."""
+    """Write the conversations, judge the answers, or choose heads."""
     parser = ScriptOptions("Does an instruction hold?")
-    parser.add_argument("do", choices=("write", "judge"))
+    parser.add_argument("do", choices=("write", "judge", "heads"))
     parser.add_argument("run", type=Path, nargs="?", help="the run that is judged")
     parser.add_argument("--set", nargs="+", default=list(SETS), choices=SETS)
     parser.add_argument("--turns", type=whole_number(), default=8)
+    parser.add_argument("--round", type=int, choices=(1, 2), help="half of the rotations")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     parts = benchmark()
     if options.do == "write":
         chosen = [message for message in parts["message"] if message["set"] in options.set]
-        scripts = conversations(chosen, parts["questions"], options.turns)
+        scripts = conversations(chosen, parts["questions"], options.turns, options.round)
         write_text(options.out / "conversations.json", json.dumps(scripts, indent=1))
         scripts = conversations([{"text": parts["neutral"]}], parts["questions"], options.turns)
         write_text(options.out / "neutral.json", json.dumps(scripts, indent=1))
         for name, text in tasks(parts["neutral"], options.turns):
             write_text(options.out / name, text)
         return
+    if options.do == "heads":
+        tuning = [
+            message
+            for message in parts["message"]
+            if (message["set"], message["kind"]) == ("tune", "persona and topic")
+        ]
+        model = load_model(MODEL, dtype="float32")
+        chosen = choose_heads(model, tuning, parts["other_questions"])
+        chosen.save(options.out / "heads.json")
+        return
     if options.run is None:
         parser.error("judge needs the folder of a run")
-    run = load_run(options.run)
+    run = load_run(options.run, earlier=True)  # of both rounds
     texts = run.texts(list(run.finished))
     if "turn" not in texts:
         texts["turn"] = 1

@@ -141,13 +141,14 @@ class SteeringCurves:
         return self.means[:, [*np.flatnonzero(names == BASELINE), *np.flatnonzero(names == family)]]
 
     def values_at(
-        self, family: str, ratio: float
+        self, family: str, ratio: float, unit: float | None = None
     ) -> tuple[Float[np.ndarray, "resample metric"], Bool[np.ndarray, " resample"]]:
-        """A family's metrics at a multiple of the baseline's perplexity, by resample, and a mask of
-        the resamples whose curve reaches it."""
+        """A family's metrics at a multiple of the baseline's perplexity (or of exp(unit)), by
+        resample, and a mask of the resamples whose curve reaches it."""
         curve = self.curve(family)
         with_one = np.concatenate([curve[..., 1:], np.ones_like(curve[..., :1])], axis=-1)
-        values = interpolate_at_perplexity(curve[..., 0], with_one, curve[:, 0, 0] + np.log(ratio))
+        one = curve[:, 0, 0] if unit is None else np.full(len(curve), unit)
+        values = interpolate_at_perplexity(curve[..., 0], with_one, one + np.log(ratio))
         return values[:, :-1], values[:, -1] == 1
 
     def points(self) -> pd.DataFrame:
@@ -170,8 +171,15 @@ class SteeringCurves:
                 )
         return pd.DataFrame(rows)
 
-    def compare(self, reference: str, ratios: Sequence[float] = RATIOS) -> pd.DataFrame:
+    def compare(
+        self, reference: str, ratios: Sequence[float] = RATIOS, unit: float | None = None
+    ) -> pd.DataFrame:
         """Every family at equal perplexity, and its difference from a reference family.
+
+        Args:
+            reference: The family that others are compared with.
+            ratios: Perplexities, as multiples of the baseline's.
+            unit: ln of the perplexity of which ratios are multiples, instead of the baseline's.
 
         Returns:
             One row per ratio, family and metric: ratio, perplexity, family, metric, value, low,
@@ -186,10 +194,10 @@ class SteeringCurves:
             raise ScoringError(unknown_choice("family", reference, self.families))
         rows = []
         for ratio in ratios:
-            base, base_reached = self.values_at(reference, ratio)
-            first = self.curve(reference)[0, 0, 0]
+            base, base_reached = self.values_at(reference, ratio, unit)
+            first = self.curve(reference)[0, 0, 0] if unit is None else unit
             for family in (reference, *(name for name in self.families if name != reference)):
-                here, reached = self.values_at(family, ratio)
+                here, reached = self.values_at(family, ratio, unit)
                 share, of_base = reached[1:].mean(), base_reached[1:].mean()
                 comparable = reached[0] and base_reached[0] and min(share, of_base) >= MIN_REACHED
                 comparable = comparable and self.prompts >= FEW and family != reference
