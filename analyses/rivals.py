@@ -44,8 +44,6 @@ from lapa2_interp.scoring.registry import ScorerOptions, score_texts
 from lapa2_interp.scoring.scorer import ScoreCache
 
 REFERENCE = "lapa2"
-PLANNED = 200
-"""Prompts of the plan; with fewer there are no tests."""
 METRICS = ("acc hidden", "acc (linear)", "rep")
 ARM = ["family", "strength"]
 STRENGTHS = {
@@ -63,6 +61,9 @@ def main() -> None:
     parser = ScriptOptions("Rivals of the bias at equal cost")
     parser.add_argument("run", type=Path)
     parser.add_argument("--judge", required=True, help="a model of another family")
+    parser.add_argument(
+        "--planned", type=int, default=200, help="prompts of the plan; with fewer no tests"
+    )
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     run = load_run(options.run, earlier=True)  # of all rounds
@@ -96,7 +97,7 @@ def main() -> None:
     )
     print(as_text(wide.reset_index(), ".3g"))
     equal = add_verdicts(curves.compare(REFERENCE, RATIOS), REFERENCE)
-    if curves.prompts < PLANNED:
+    if curves.prompts < options.planned:
         equal[["p", "p_holm", "verdict"]] = np.nan, np.nan, ""
     write_text(options.out / "equal.csv", as_csv(equal, 6))
     first = equal[equal["metric"] == METRICS[0]]
@@ -143,13 +144,16 @@ def with_earlier(rows: pd.DataFrame, file: Path) -> pd.DataFrame:
 def families(run: Run) -> pd.DataFrame:
     """By cell, the name of its family and its strength."""
     names = name_families(cell.active_augmentations for cell in run.by_key.values())
+    base = next(iter(run.by_key.values())).method  # of a grid's first arm, no bias
 
     def family_of(cell: Cell) -> tuple[str, float]:
         rules = cell.active_augmentations
         family, step = names[rules], strength(rules)
+        if len(rules) == 2:
+            family, step = "head-selective, opposing down", strength(rules[:1])
         if cell.method in STRENGTHS:
             family, step = STRENGTHS[cell.method](cell.parameters)
-        elif cell.method != "prefix":
+        elif cell.method != base:
             family = f"{cell.method}, {family}"
         if cell.temperature != 1:
             warm = f"temperature {cell.temperature:g}"

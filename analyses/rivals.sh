@@ -4,13 +4,17 @@
 #
 #     make steering-prompts; analyses/rivals.sh LAST [FIRST]    # rounds; scored ones need not be made again
 #     python analyses/rivals.py results/rivals --judge FOLDER --out figures/rivals
+#     TIER=topic analyses/rivals.sh 1                           # the grids besides sentiment have one round
+#     python analyses/rivals.py results/rivals-topic --judge FOLDER --planned 50 --out figures/rivals/topic
 set -euo pipefail
-grid=$(realpath "$(dirname "$0")")/../figures/rivals/sentiment.toml
+tier=${TIER:-sentiment}
+grid=$(realpath "$(dirname "$0")")/../figures/rivals/$tier.toml
 prompts=$(realpath bases/rivals.txt)
-out=$(realpath -m results/rivals)
+[[ $tier == sentiment ]] && out=$(realpath -m results/rivals) || out=$(realpath -m "results/rivals-$tier")
+[[ $tier == sentiment ]] && skipped=0 || skipped=200    # prompts that no other grid has
 for round in $(seq "${2:-1}" "$1"); do
     mkdir -p "$out-prompts/$round"
     cd "$out-prompts/$round"
-    sed -n "$(((round - 1) * 100 + 1)),$((round * 100))p" "$prompts" > prompts.txt
+    sed -n "$((skipped + (round - 1) * 100 + 1)),$((skipped + round * 100))p" "$prompts" > prompts.txt
     lapa2 sweep "$grid" --out "$out" --workers "${WORKERS:-1}" --yes
 done
