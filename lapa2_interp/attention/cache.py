@@ -294,7 +294,13 @@ class _CachedRows:
 
 
 class BridgeRows(_CachedRows):
-    """Rows of a TransformerBridge or a `TransformersModel`."""
+    """Rows of a TransformerBridge or a `TransformersModel`.
+
+    Attributes:
+        shift: Added to the positions of every pass.
+    """
+
+    shift = 0
 
     def _forward(
         self, ids: Tensor, positions: Tensor, keep: int = 1
@@ -305,7 +311,7 @@ class BridgeRows(_CachedRows):
         logits = self.model(
             ids,
             attention_mask=self.mask[:, :used],
-            position_ids=positions,
+            position_ids=positions + self.shift,
             logits_to_keep=keep,
             **{cache_name(network): self.cache},
         )[:, -keep:]

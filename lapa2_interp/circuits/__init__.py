@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from lapa2_interp.circuits.contrast_set import ContrastSet
     from lapa2_interp.circuits.control import ControlScore, control_score
     from lapa2_interp.circuits.examples import RAW, ContrastExample
+    from lapa2_interp.circuits.fade_account import FadeAccount, account_for_fading
     from lapa2_interp.circuits.fading import Fading, measure_fading
     from lapa2_interp.circuits.gradients import Attribution, attribution, prefilter_recall
     from lapa2_interp.circuits.hidden_span import span_effect
@@ -45,6 +46,7 @@ __all__ = [
     "ContrastExample",
     "ContrastSet",
     "ControlScore",
+    "FadeAccount",
     "Fading",
     "HeadLogitAttribution",
     "JointCurve",
@@ -55,6 +57,7 @@ __all__ = [
     "Selection",
     "Unit",
     "UnitTable",
+    "account_for_fading",
     "alpha_at_prefix_attention",
     "attribution",
     "control_score",

@@ -331,14 +331,18 @@ def _check_rule(rule: Augmentation, layout: Layout) -> None:
 
 
 def read_prefixes(
-    model: Model, rows: Sequence[tuple[ContrastExample, int]]
+    model: Model, rows: Sequence[tuple[ContrastExample, int]], shift: int = 0
 ) -> tuple[BridgeRows, Int[Tensor, "row token"]]:
     """Read the prefixes of examples' branches, in a pass of their own.
+
+    Args:
+        shift: Added to the positions of this pass and of all later ones.
 
     Returns:
         The rows with the prefix in their cache, and the tokens of prompt and text that follow it.
     """
     cached_rows, layouts = BridgeRows(model), [example.layouts[branch] for example, branch in rows]
+    cached_rows.shift = shift
     if layouts[0].soft:
         n = 0
         cached_rows.start_after_prefix(

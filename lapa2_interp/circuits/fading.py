@@ -29,16 +29,16 @@ control must restore about nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing, nullcontext
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
 import pandas as pd
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor
 from tqdm import tqdm
 
@@ -46,19 +46,24 @@ from lapa2_interp._util.errors import CircuitError
 from lapa2_interp._util.plots import COLOURS, Drawing, legend_above, new_figure, plain_axes
 from lapa2_interp._util.progress import given_or_new_bar
 from lapa2_interp._util.values import Count, Natural, numbers_checked
-from lapa2_interp.attention.hooked import edit_scores, refuse_sinks
-from lapa2_interp.bias.augmentation import BIAS_CAP, Augmentation
 from lapa2_interp.circuits.contrast_set import ContrastLike, ContrastSet, as_contrast_set
-from lapa2_interp.circuits.edits import Heads, check_model_class, items_per_batch, read_prefixes
+from lapa2_interp.circuits.edits import Heads, check_model_class, items_per_batch
 from lapa2_interp.circuits.examples import ContrastExample, batches
+from lapa2_interp.circuits.far_passes import (
+    CachedForward,
+    Rule,
+    held,
+    lapa2_rule,
+    undo_equal_keys,
+    undo_keys,
+    with_filler,
+)
 from lapa2_interp.circuits.metrics import Metric, Predictions, one_metric
 from lapa2_interp.circuits.result_store import RECHECKED, ResultStore
 from lapa2_interp.circuits.statistics import share_interval
 from lapa2_interp.circuits.units import all_heads, head_mask, make_units
-from lapa2_interp.models.attention_interface import decided_path, read_without_matrix
 from lapa2_interp.models.card import Model, prepacked_model, smallest_window
 from lapa2_interp.models.load import accepts_model_name
-from lapa2_interp.models.span_attention import SCORES_AT_ONCE
 from lapa2_interp.stats import FEW, bounds
 from lapa2_interp.tasks.task import Task
 
@@ -282,29 +287,8 @@ def measure_fading(
         CircuitError: No filler, texts that are too short, texts longer than a sliding window of the
             model, heads the model does not have, a file for other inputs, or as `control_score`.
     """
-    lengths = sorted(set(filler) - {NEAR})
-    if not lengths or lengths[0] < NEAR:
-        raise CircuitError(
-            f"fading needs filler lengths above {NEAR}; found filler {tuple(filler)}"
-        )
     check_model_class(model)
-    # Texts, heads and metric.
-    n_text = lengths[-1] + tokens
-    if isinstance(contrast, str | Task):
-        contrast = ContrastSet.of(model, contrast, tokens=n_text, seed=seed)
-    contrast_set = as_contrast_set(model, contrast)
-    short = next((example for example in contrast_set.examples if example.n_steps < n_text), None)
-    if short is not None:
-        raise CircuitError(
-            f"the text after {short.prompt!r} has {short.n_steps} tokens; filler and scored tokens"
-            f" need {lengths[-1]} + {tokens}: give longer texts, or shorter fillers"
-        )
-    longest = max(len(example.layouts[0]) for example in contrast_set.examples) + n_text - 1
-    if (window := smallest_window(model)) is not None and longest > window:
-        raise CircuitError(
-            f"some layers of this model see {window} keys, and prompt, filler and scored tokens"
-            f" have {longest}: keys are hidden there, not only outweighed; ask for shorter fillers"
-        )
+    lengths, contrast_set = texts_for_fading(model, contrast, filler, tokens, seed)
     sets = _head_sets(model, contrast_set, heads or {}, random, seed)
     if metric is None:
         metric = "lex" if contrast_set.words else "js"
@@ -335,7 +319,7 @@ def measure_fading(
         for bias in BIASES
     }
     # Batches, and texts of a stored one to compare.
-    small = [_with_filler(example, NEAR, tokens) for example in contrast_set.examples]
+    small = [with_filler(example, NEAR, tokens) for example in contrast_set.examples]
     groups = {
         ",".join(map(str, group)): group
         for group in batches(contrast_set.examples, items_per_batch(model, small, batch_size))
@@ -381,6 +365,38 @@ def measure_fading(
     return Fading(contrast_set, tokens, name, alpha, sets, near, far, changed)
 
 
+def texts_for_fading(
+    model: Model, contrast: ContrastLike, filler: Sequence[int], tokens: int, seed: int
+) -> tuple[list[int], ContrastSet]:
+    """The lengths of fillers in order, and texts that are long enough for them.
+
+    Raises:
+        CircuitError: As `measure_fading`.
+    """
+    lengths = sorted(set(filler) - {NEAR})
+    if not lengths or lengths[0] < NEAR:
+        raise CircuitError(
+            f"fading needs filler lengths above {NEAR}; found filler {tuple(filler)}"
+        )
+    n_text = lengths[-1] + tokens
+    if isinstance(contrast, str | Task):
+        contrast = ContrastSet.of(model, contrast, tokens=n_text, seed=seed)
+    contrast_set = as_contrast_set(model, contrast)
+    short = next((example for example in contrast_set.examples if example.n_steps < n_text), None)
+    if short is not None:
+        raise CircuitError(
+            f"the text after {short.prompt!r} has {short.n_steps} tokens; filler and scored tokens"
+            f" need {lengths[-1]} + {tokens}: give longer texts, or shorter fillers"
+        )
+    longest = max(len(example.layouts[0]) for example in contrast_set.examples) + n_text - 1
+    if (window := smallest_window(model)) is not None and longest > window:
+        raise CircuitError(
+            f"some layers of this model see {window} keys, and prompt, filler and scored tokens"
+            f" have {longest}: keys are hidden there, not only outweighed; ask for shorter fillers"
+        )
+    return lengths, contrast_set
+
+
 def _measure_batch(
     model: Model,
     examples: Sequence[ContrastExample],
@@ -400,22 +416,22 @@ def _measure_batch(
         bar.update(text.numel())
         return control.double().mean(1).cpu().numpy()
 
-    close = _CachedForward(
-        model, [_with_filler(example, NEAR, tokens) for example in examples], tokens
+    close = CachedForward(
+        model, [with_filler(example, NEAR, tokens) for example in examples], tokens
     )
     controls = {"near": value(close.logits())}
     mass_near = close.log_odds
     for length in lengths:
-        away = _CachedForward(
-            model, [_with_filler(example, length, tokens) for example in examples], tokens
+        away = CachedForward(
+            model, [with_filler(example, length, tokens) for example in examples], tokens
         )
         controls[f"{length}"] = value(away.logits())
-        biases: dict[Bias, tuple[_Rule, _CachedForward]] = {
-            "dilution": (_dilution(length - NEAR), away),
-            "keys": (_equal_keys(length - NEAR), away),
-            "hold": (_held(mass_near), away),
-            "lapa2": (_lapa2(alpha), away),
-            "removed": (_held(away.log_odds), close),
+        biases: dict[Bias, tuple[Rule, CachedForward]] = {
+            "dilution": (undo_keys(length - NEAR), away),
+            "keys": (undo_equal_keys(length - NEAR), away),
+            "hold": (held(mass_near), away),
+            "lapa2": (lapa2_rule(alpha), away),
+            "removed": (held(away.log_odds), close),
         }
         for heads_name, pairs in sets.items():
             chosen = head_mask(model, pairs)
@@ -447,136 +463,3 @@ def _head_sets(
         picked = sorted(rng.choice(len(every), size, replace=False))
         sets[name] = tuple(every[at] for at in picked)
     return sets
-
-
-def _with_filler(example: ContrastExample, filler: int, tokens: int) -> ContrastExample:
-    """The example with `filler` tokens of its text before the scored ones."""
-    return replace(example, text=example.text[-filler - tokens :], raw=None)
-
-
-@dataclass(frozen=True)
-class _LayerScores:
-    """Sums of a layer's scores, from which a bias is computed.
-
-    Attributes:
-        log_odds: logit(A), A being the attention on the prefix.
-        sink: Log of BOS's weight.
-        rest: Log of the summed weight of the other keys, neither BOS's nor the prefix's.
-        n: Tokens of the prefix.
-        l: Keys of each query, BOS and its own included.
-        others: Number of the other keys.
-    """
-
-    log_odds: Float[Tensor, "row head query"]
-    sink: Float[Tensor, "row head query"]
-    rest: Float[Tensor, "row head query"]
-    n: int
-    l: Float[Tensor, " query"]
-    others: Float[Tensor, " query"]
-
-
-_Rule = Callable[[int, _LayerScores], Tensor]
-"""A function that gives the bias of each row, head and query of a layer."""
-
-
-def _held(log_odds: Mapping[int, Float[Tensor, "row head query"]]) -> _Rule:
-    """Give every head the log-odds of another forward pass."""
-    return lambda layer, scores: (log_odds[layer] - scores.log_odds).clip(-BIAS_CAP, BIAS_CAP)
-
-
-def _dilution(more: int) -> _Rule:
-    """Undo the weight of `more` keys."""
-
-    def rule(_layer: int, scores: _LayerScores) -> Tensor:
-        mean = scores.rest - scores.others.log()
-        without = torch.logaddexp(scores.sink, mean + (scores.others - more).log())
-        return torch.logaddexp(scores.sink, scores.rest) - without
-
-    return rule
-
-
-def _equal_keys(more: int) -> _Rule:
-    """Undo `more` keys as if all scores were equal; l without BOS."""
-
-    def rule(_layer: int, scores: _LayerScores) -> Tensor:
-        l = scores.l - 1
-        return (l / (l - more)).log().expand_as(scores.log_odds)
-
-    return rule
-
-
-def _lapa2(alpha: float) -> _Rule:
-    """LaPA2's bias, Eq. 9; l without BOS."""
-    law = Augmentation(alpha=alpha)
-
-    def rule(_layer: int, scores: _LayerScores) -> Tensor:
-        b = torch.from_numpy(law.bias(scores.l.cpu().numpy() - 1, scores.n))
-        return b.to(scores.log_odds).expand_as(scores.log_odds)
-
-    return rule
-
-
-class _CachedForward:
-    """A batch with its cache up to the first scored query, for many passes over the scored ones.
-
-    Attributes:
-        log_odds: By layer, logit(A) at the scored queries without a bias; after `logits()`.
-    """
-
-    def __init__(self, model: Model, examples: Sequence[ContrastExample], tokens: int) -> None:
-        self.model, self.n = model, len(examples)
-        rows = [(example, i) for i in range(len(examples[0].attributes)) for example in examples]
-        first, device = examples[0].layouts[0], model.cfg.device
-        self.prefix, self.bos = first.prefix, first.bos
-        self.cached_rows, every = read_prefixes(model, rows)
-        # The token before the first scored one is the first scored query.
-        self.width = len(first) + examples[0].n_steps - 1
-        self.cached_rows.expand(torch.arange(len(rows), device=device), capacity=self.width)
-        filler = every[:, :-tokens]
-        with decided_path(model, filler.shape[1], self.width) as fused:
-            size = SCORES_AT_ONCE // (len(rows) * model.cfg.n_heads * self.width)
-            with read_without_matrix(model) if fused else nullcontext():
-                for part in filler.split(filler.shape[1] if fused else max(1, size), dim=1):
-                    if part.shape[1]:
-                        self.cached_rows.read_tokens(part)
-        self.tokens = every[:, -tokens:]
-        # Keys of each scored query, BOS included.
-        self.l = torch.arange(self.width - tokens + 1, self.width + 1, device=device).double()
-        self.log_odds: dict[int, Tensor] = {}
-
-    def logits(
-        self, rule: _Rule | None = None, heads: Bool[Tensor, "layer head"] | None = None
-    ) -> Float[Tensor, "branch item step vocab"]:
-        """Logits of the scored queries, with a bias in some heads."""
-
-        def change(layer: int, scores: Tensor) -> Tensor:
-            sums = self._sum_scores(scores)
-            if rule is None or heads is None:
-                self.log_odds[layer] = sums.log_odds
-                return scores
-            chosen = heads[layer].to(scores.device)
-            if not chosen.any():
-                return scores
-            b = torch.where(chosen[:, None], rule(layer, sums).to(torch.float32), 0.0)
-            changed = scores.to(torch.promote_types(scores.dtype, torch.float32), copy=True)
-            changed[..., self.prefix.start : self.prefix.stop] += b[..., None]
-            return changed
-
-        with edit_scores(self.model, change), refuse_sinks(self.model):
-            logits = self.cached_rows.read_tokens(self.tokens, keep=self.tokens.shape[1])
-        self.cached_rows.crop(self.tokens.shape[1])
-        return logits.unflatten(0, (-1, self.n))
-
-    def _sum_scores(self, scores: Float[Tensor, "row head query key"]) -> _LayerScores:
-        """The sums that a bias is computed from."""
-        wide = scores.to(torch.promote_types(scores.dtype, torch.float32))
-        inside = slice(self.prefix.start, self.prefix.stop)
-        sink = wide[..., self.bos.start : self.bos.stop].logsumexp(3)
-        keys = torch.ones(wide.shape[3], dtype=torch.bool, device=wide.device)
-        keys[inside] = False
-        keys[self.bos.start : self.bos.stop] = False
-        rest = wide[..., keys].logsumexp(3)
-        log_odds = wide[..., inside].logsumexp(3) - torch.logaddexp(sink, rest)
-        n = self.prefix.stop - self.prefix.start
-        l = self.l.to(wide)
-        return _LayerScores(log_odds, sink, rest, n, l, l - n - (self.bos.stop - self.bos.start))

@@ -12,15 +12,8 @@ import torch
 from lapa2_interp import circuits
 from lapa2_interp._util.errors import CircuitError
 from lapa2_interp.circuits.contrast_set import ContrastSet
-from lapa2_interp.circuits.fading import (
-    ALL,
-    NEAR,
-    VERDICTS,
-    _CachedForward,
-    _held,
-    _with_filler,
-    measure_fading,
-)
+from lapa2_interp.circuits.fading import ALL, NEAR, VERDICTS, measure_fading
+from lapa2_interp.circuits.far_passes import CachedForward, held, with_filler
 from lapa2_interp.circuits.metrics import METRICS
 from lapa2_interp.methods.registry import load_task
 from lapa2_interp.models.planted import FILLERS, NEGATIVE, POSITIVE, answer_key
@@ -152,21 +145,21 @@ def test_verdicts_of_the_planted_models(planted_fading):
 def test_a_forward_pass_held_at_its_own_mass_is_unchanged():
     model = load("planted")
     (example, *_) = ContrastSet.of(model, "sentiment", tokens=12).examples
-    forward = _CachedForward(model, [_with_filler(example, 8, 4)], 4)
+    forward = CachedForward(model, [with_filler(example, 8, 4)], 4)
     with torch.no_grad():
         plain = forward.logits()
         every = torch.ones(2, 4, dtype=torch.bool)
-        held = forward.logits(_held(dict(forward.log_odds)), every)
-        assert (held - plain).abs().max() < 1e-5
+        unchanged = forward.logits(held(dict(forward.log_odds)), every)
+        assert (unchanged - plain).abs().max() < 1e-5
         twice = {layer: odds + math.log(2) for layer, odds in forward.log_odds.items()}
-        assert (forward.logits(_held(twice), every) - plain).abs().max() > 0.1
+        assert (forward.logits(held(twice), every) - plain).abs().max() > 0.1
 
 
 def test_every_head_gets_the_mass_it_had_near():
     """Held in all heads at once, read at the pattern."""
     model = load("planted")
     (example, *_) = ContrastSet.of(model, "sentiment", tokens=40).examples
-    near, far = (_CachedForward(model, [_with_filler(example, f, 4)], 4) for f in (1, 30))
+    near, far = (CachedForward(model, [with_filler(example, f, 4)], 4) for f in (1, 30))
     every, masses = torch.ones(2, 4, dtype=torch.bool), []
 
     def watched(forward, rule=None):
@@ -180,7 +173,7 @@ def test_every_head_gets_the_mass_it_had_near():
             forward.logits(rule, every)
         return torch.stack([seen[layer] for layer in range(2)])
 
-    masses = [watched(near), watched(far), watched(far, _held(near.log_odds))]
+    masses = [watched(near), watched(far), watched(far, held(near.log_odds))]
     assert (masses[1] - masses[0]).abs().max() > 0.1
     assert (masses[2] - masses[0]).abs().max() < 1e-5
 
