@@ -20,14 +20,18 @@ on the answers of neutral conversations at the same turn to the same questions; 
 the difference.
 The *cost* of an answer is its perplexity given only the message and the question, by the model
 without bias, as a multiple of that of first answers without bias that adhere (at least 1/3) to a
-message of the same kind; means are of ln.
+message of the same kind; means are of ln. An answer is *relevant* if it is likelier given its own
+question than given the one that stands four turns from it. Both are measured at turns 1, 4 and 8.
 
 `heads` writes heads.json: the 24 heads without whose view of the message its effect on the first
 answer falls most, chosen on those messages for tuning that have a persona and a topic, with other
 questions.
 
-Intervals are over messages. answers.csv has a row an answer, adherence.csv and kinds.csv the means
-by arm and turn, and the fall from the first turn to the last.
+Intervals are over messages. answers.parquet has a row an answer, without the answer (rows of a
+round that is not in the run stay), adherence.csv and kinds.csv the means by arm and turn, and the
+fall from the first turn to the last. equal.csv compares the ways at equal cost with LaPA2 in all
+heads, with Holm's correction over all tests of a measure, and the message in every user turn with
+LaPA2 at the cost that it has itself.
 """
 
 from __future__ import annotations
@@ -40,7 +44,10 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+import torch
 from instruction_judges import judged
+from rivals import with_earlier
+from torch.nn.utils.rnn import pad_sequence
 
 from lapa2_interp import load_model
 from lapa2_interp._util.errors import DataError
@@ -48,19 +55,29 @@ from lapa2_interp._util.files import write_text
 from lapa2_interp._util.parsing import parse_toml, read_text
 from lapa2_interp._util.progress import progress_bar
 from lapa2_interp._util.table_formats import as_csv, as_text
-from lapa2_interp.circuits.hidden_span import forced_logits
+from lapa2_interp.attention.cache import new_rows
+from lapa2_interp.bias.recipes import name_families, strength
 from lapa2_interp.circuits.selection import Selection, select
 from lapa2_interp.generation.arrange import chat_layout
-from lapa2_interp.generation.cell import BASELINE
 from lapa2_interp.models.card import Model
+from lapa2_interp.paper.equal_perplexity import BASELINE, RATIOS, SteeringCurves, add_verdicts
 from lapa2_interp.paper.scripts import ScriptOptions, whole_number
-from lapa2_interp.runs.run import load_run
+from lapa2_interp.runs.run import Run, load_run
 from lapa2_interp.stats import mean_interval
 from lapa2_interp.tasks.task import Attribute, ChatForm, Prompts, Task
 
 MESSAGES = Path(__file__).resolve().parents[1] / "figures" / "instructions" / "messages.toml"
-MEASURES = ("adherence", "chance", "above", "ln cost")
+MEASURES = ("adherence", "chance", "above", "ln cost", "relevant")
 ADHERES = 1 / 3
+AT_ONCE = 64
+"""Answers in one pass."""
+READ = (1, 4, 8)
+"""Turns whose answers have a cost and a relevance."""
+REFERENCE = "lapa2"
+PLACES = {"user": "message in the first user turn", "repeated": "message in every user turn"}
+"""Ways without a strength, by task."""
+FACTS = ["family", "strength", "top_k", "message", "kind", "first", "turn", "sample"]
+COMPARED = ("turn 1", "turn 4", "turn 8", "fall", "relevant")
 MODEL = "smollm2-135m"
 SETS = ("tune", "test", "out")
 
@@ -143,22 +160,39 @@ def judged_answers(texts: pd.DataFrame, messages: Sequence[Mapping], neutral: st
     return texts
 
 
-def nll(model: Model, answers: pd.DataFrame) -> list[float]:
-    """-ln p a token of each answer given its message and question, in nats; NaN of none."""
-    values = []
-    with progress_bar(len(answers), "reading", "answer") as bar:
-        for message, question, tokens in zip(
-            answers["message"], answers["question"], answers["tokens"], strict=True
-        ):
-            bar.update(1)
-            if not len(tokens):
-                values.append(np.nan)
-                continue
-            form = ChatForm(messages=tuple(chat(message, question)))
-            log_probs = forced_logits(model, chat_layout(model.tokenizer, form), tokens, ())[0]
-            own = log_probs.log_softmax(-1)[range(len(tokens)), list(tokens)]
-            values.append(-float(own.mean()))
-    return values
+@torch.inference_mode()
+def nll(model: Model, answers: pd.DataFrame, question: str = "question") -> list[float]:
+    """-ln p a token of each answer given its message and a question, in nats; NaN of none.
+
+    Args:
+        question: The column of the question.
+    """
+    values = np.full(len(answers), np.nan)
+    numbered = answers.reset_index(drop=True)
+    numbered = numbered[numbered["tokens"].map(len) > 0]
+    with progress_bar(len(numbered), "reading", "answer") as bar:
+        for (message, asked), of in numbered.groupby(["message", question], sort=False):
+            layout = chat_layout(model.tokenizer, ChatForm(messages=tuple(chat(message, asked))))
+            for first in range(0, len(of), AT_ONCE):
+                part = of.iloc[first : first + AT_ONCE]
+                lengths = torch.tensor([len(tokens) for tokens in part["tokens"]])
+                tokens = pad_sequence(
+                    [torch.tensor(ids) for ids in part["tokens"]], batch_first=True
+                )
+                rows = new_rows(model)
+                begin = rows.prompt_pass([layout]).expand(len(part), -1, -1)
+                rows.expand(
+                    torch.zeros(len(part), dtype=torch.long), len(layout) + tokens.shape[1] - 1
+                )
+                logits = [begin]
+                if tokens.shape[1] > 1:
+                    logits.append(rows.read_tokens(tokens[:, :-1], keep=tokens.shape[1] - 1))
+                log_probs = torch.cat(logits, dim=1).log_softmax(-1)
+                own = log_probs.gather(2, tokens[..., None])[..., 0]
+                live = torch.arange(tokens.shape[1]) < lengths[:, None]
+                values[part.index] = -((own * live).sum(1) / lengths).numpy()
+                bar.update(len(part))
+    return values.tolist()
 
 
 def chat(system: str, user: str) -> list[dict[str, str]]:
@@ -168,9 +202,45 @@ def chat(system: str, user: str) -> list[dict[str, str]]:
 
 def costs(answers: pd.DataFrame) -> pd.Series:
     """ln of each answer's cost."""
-    first = (answers["turn"] == 1) & (answers["arm"] == BASELINE) & (answers["task"] == "system")
+    first = (answers["turn"] == 1) & (answers["family"] == BASELINE)
     plain = answers[first & (answers["adherence"] >= ADHERES)].groupby("kind")["nll"].mean()
     return answers["nll"] - answers["kind"].map(plain)
+
+
+def families(run: Run) -> pd.DataFrame:
+    """By cell, the name of its way to steer and its strength."""
+    names = name_families(cell.active_augmentations for cell in run.by_key.values())
+    placed = {}
+    for key, cell in run.by_key.items():
+        rules = cell.active_augmentations
+        placed[key] = names[rules], strength(rules)
+        if (guidance := cell.parameters.get("guidance", 1)) != 1:
+            placed[key] = "guidance", guidance - 1
+        elif cell.task.name in PLACES:
+            placed[key] = PLACES[cell.task.name], 1.0
+    return pd.DataFrame.from_dict(placed, orient="index", columns=["family", "strength"])
+
+
+def at_equal_cost(answers: pd.DataFrame) -> pd.DataFrame:
+    """Every way compared with LaPA2 in all heads at equal cost, with Holm's correction."""
+    texts = answers.rename(columns={"message": "prompt"}).copy()
+    texts["nll"] = texts["ln cost"]
+    for turn in READ:
+        texts[f"turn {turn}"] = texts["above"].where(texts["turn"] == turn)
+    chats = ["family", "strength", "top_k", "prompt", "first", "sample"]
+    first = texts[texts["turn"] == READ[0]].set_index(chats)["above"].rename("begun")
+    texts = texts.join(first, on=chats)
+    texts["fall"] = (texts["above"] - texts["begun"]).where(texts["turn"] == READ[-1])
+    curves = SteeringCurves(texts, COMPARED)
+    equal = curves.compare(REFERENCE, RATIOS, unit=0.0)
+    equal = equal[~equal["family"].isin(PLACES.values())]
+    repeated = PLACES["repeated"]
+    if repeated in curves.families:
+        beside = curves.compare(REFERENCE, [1.0], unit=curves.curve(repeated)[:, -1, 0])
+        beside = beside[beside["family"].isin([REFERENCE, repeated])]
+        beside["ratio"] = beside["perplexity"]
+        equal = pd.concat([equal, beside], ignore_index=True)
+    return add_verdicts(equal.reset_index(drop=True), REFERENCE)
 
 
 def adherence(answers: pd.DataFrame, by: Sequence[str]) -> pd.DataFrame:
@@ -187,7 +257,7 @@ def adherence(answers: pd.DataFrame, by: Sequence[str]) -> pd.DataFrame:
                     where | {"turn": str(turn), "measure": measure} | interval(there, measure)
                 )
         if len(turns) > 1:
-            wide = of.pivot_table(index=["message", "questions"], columns="turn", values="above")
+            wide = of.pivot_table(index=["message", "first"], columns="turn", values="above")
             fall = (wide[turns[-1]] - wide[turns[0]]).rename("fall").reset_index()
             where["turn"] = f"{turns[0]} to {turns[-1]}"
             rows.append(where | {"measure": "fall"} | interval(fall, "fall"))
@@ -243,37 +313,56 @@ def main() -> None:
             if (message["set"], message["kind"]) == ("tune", "persona and topic")
         ]
         model = load_model(MODEL, dtype="float32")
-        chosen = choose_heads(model, tuning, parts["other_questions"])
-        chosen.save(options.out / "heads.json")
+        selection = choose_heads(model, tuning, parts["other_questions"])
+        selection.save(options.out / "heads.json")
         return
     if options.run is None:
         parser.error("judge needs the folder of a run")
-    run = load_run(options.run, earlier=True)  # of both rounds
+    answers = with_earlier(read_answers(options.run, parts), options.out / "answers.parquet")
+    answers["ln cost"] = costs(answers)
+    by = ["family", "strength", "top_k"]
+    for name, columns in (("adherence", by), ("kinds", [*by, "kind"])):
+        table = adherence(answers, columns)
+        write_text(options.out / f"{name}.csv", as_csv(table, 5))
+        shown = table[table["measure"].isin(["above", "fall"])]
+        wide = shown.pivot(index=columns, columns="turn", values="mean").reset_index()
+        print(as_text(wide, ".2f"))
+    if REFERENCE not in set(answers["family"]):
+        return
+    equal = at_equal_cost(answers)
+    if not set(answers["round"]) >= {1, 2}:
+        equal[["p", "p_holm", "verdict"]] = np.nan, np.nan, ""
+    write_text(options.out / "equal.csv", as_csv(equal, 5))
+    print(as_text(equal[equal["metric"].isin(["turn 8", "fall"])], ".2f"))
+
+
+def read_answers(folder: Path, parts: Mapping[str, Any]) -> pd.DataFrame:
+    """The judged answers of a run, without their texts."""
+    run = load_run(folder, earlier=True)  # of both rounds
     texts = run.texts(list(run.finished))
     if "turn" not in texts:
         texts["turn"] = 1
     texts["top_k"] = [run.by_key[key].top_k for key in texts["cell"]]
-    for key, cell in run.by_key.items():
-        if guidance := cell.parameters.get("guidance"):
-            texts.loc[texts["cell"] == key, "arm"] = f"guidance {guidance:g}"
+    texts = texts.join(families(run), on="cell")
     answers = judged_answers(texts, parts["message"], parts["neutral"])
-    answers["nll"] = nll(load_model(run.cells["model"].iloc[0], dtype="float32"), answers)
-    answers["ln cost"] = costs(answers)
-    names = ["task", "arm", "top_k", "message", "kind", "turn", "sample"]
-    write_text(
-        options.out / "answers.csv",
-        as_csv(answers[[*names, "n_tokens", "adherence", "chance", "nll"]], 4),
-    )
-    by = ["task", "arm", "top_k"]
-    table = adherence(answers, by)
-    write_text(options.out / "adherence.csv", as_csv(table, 5))
-    kinds = adherence(answers, [*by, "kind"])
-    write_text(options.out / "kinds.csv", as_csv(kinds, 5))
-    for shown, columns in ((table, by), (kinds, [*by, "kind"])):
-        wide = shown[shown["measure"].isin(["above", "fall"])]
-        print(
-            as_text(wide.pivot(index=columns, columns="turn", values="mean").reset_index(), ".2f")
-        )
+    read = answers["turn"].isin(READ)
+    model = load_model(run.cells["model"].iloc[0], dtype="float32", model_class="TransformersModel")
+    opposite = {
+        asked: parts["questions"][(i + 4) % 8] for i, asked in enumerate(parts["questions"])
+    }
+    answers["other"] = answers["question"].map(opposite)
+    answers.loc[read, "nll"] = nll(model, answers[read])
+    elsewhere = np.array(nll(model, answers[read], "other"))
+    own = answers.loc[read, "nll"]
+    relevant = pd.Series(elsewhere > own, index=own.index, dtype=float).where(own.notna())
+    answers.loc[read, "relevant"] = relevant
+    tested = [message for message in parts["message"] if message["set"] == "test"]
+    second = set(conversations(tested, parts["questions"], len(parts["questions"]), 2))
+    answers["round"] = 1 + answers["prompt"].isin(second)
+    asked = {question: i for i, question in enumerate(parts["questions"])}
+    answers["first"] = [asked[questions.splitlines()[0]] for questions in answers["questions"]]
+    names = ["round", *FACTS, "n_tokens", "adherence", "chance", "above", "nll", "relevant"]
+    return answers[names]
 
 
 if __name__ == "__main__":

@@ -32,6 +32,7 @@ RATIOS = (1.1, 1.25)
 """Perplexities at which families are compared, as multiples of the baseline's."""
 MIN_REACHED = 0.95
 """The least share of resamples whose curve must reach a perplexity for a comparison there."""
+Unit = float | Float[np.ndarray, " resample"] | None
 RESAMPLES = 40_000
 """Many, because Holm's correction needs small p-values."""
 
@@ -141,13 +142,13 @@ class SteeringCurves:
         return self.means[:, [*np.flatnonzero(names == BASELINE), *np.flatnonzero(names == family)]]
 
     def values_at(
-        self, family: str, ratio: float, unit: float | None = None
+        self, family: str, ratio: float, unit: Unit = None
     ) -> tuple[Float[np.ndarray, "resample metric"], Bool[np.ndarray, " resample"]]:
         """A family's metrics at a multiple of the baseline's perplexity (or of exp(unit)), by
         resample, and a mask of the resamples whose curve reaches it."""
         curve = self.curve(family)
         with_one = np.concatenate([curve[..., 1:], np.ones_like(curve[..., :1])], axis=-1)
-        one = curve[:, 0, 0] if unit is None else np.full(len(curve), unit)
+        one = curve[:, 0, 0] if unit is None else np.broadcast_to(unit, len(curve))
         values = interpolate_at_perplexity(curve[..., 0], with_one, one + np.log(ratio))
         return values[:, :-1], values[:, -1] == 1
 
@@ -172,14 +173,15 @@ class SteeringCurves:
         return pd.DataFrame(rows)
 
     def compare(
-        self, reference: str, ratios: Sequence[float] = RATIOS, unit: float | None = None
+        self, reference: str, ratios: Sequence[float] = RATIOS, unit: Unit = None
     ) -> pd.DataFrame:
         """Every family at equal perplexity, and its difference from a reference family.
 
         Args:
             reference: The family that others are compared with.
             ratios: Perplexities, as multiples of the baseline's.
-            unit: ln of the perplexity of which ratios are multiples, instead of the baseline's.
+            unit: ln of the perplexity of which ratios are multiples, instead of the baseline's: one
+                number, or one for each resample, such as that of an arm (`curve`).
 
         Returns:
             One row per ratio, family and metric: ratio, perplexity, family, metric, value, low,
@@ -195,7 +197,7 @@ class SteeringCurves:
         rows = []
         for ratio in ratios:
             base, base_reached = self.values_at(reference, ratio, unit)
-            first = self.curve(reference)[0, 0, 0] if unit is None else unit
+            first = self.curve(reference)[0, 0, 0] if unit is None else np.ravel(unit)[0]
             for family in (reference, *(name for name in self.families if name != reference)):
                 here, reached = self.values_at(family, ratio, unit)
                 share, of_base = reached[1:].mean(), base_reached[1:].mean()

@@ -165,13 +165,14 @@ def test_adherence_is_above_the_same_judge_on_neutral_answers():
         for (message, turn), answer in answers.items()
         for at in range(2)
     ]
-    texts = pd.DataFrame(rows).assign(task="system", arm="baseline", top_k=10, cell="c")
+    texts = pd.DataFrame(rows).assign(family="baseline", top_k=10, cell="c")
     answers = script.judged_answers(texts, messages, "Plain.")
     assert answers["question"].tolist() == ["q0", "q1", "q1", "q0"] * 2
     nlls = dict(zip(answers["message"].unique(), (2.0, 3.0), strict=True))
     answers["nll"] = answers["message"].map(nlls) + 0.5 * (answers["turn"] == 2)
     answers["ln cost"] = script.costs(answers)
-    table = script.adherence(answers, ["arm"])
+    answers["first"], answers["relevant"] = answers["questions"].str[1].astype(int), 1.0
+    table = script.adherence(answers, ["family"])
     mean = table.set_index(["turn", "measure"])["mean"]
     assert mean["1", "adherence"] == pytest.approx(2 / 3)
     assert mean["1", "chance"] == pytest.approx(1 / 6)
@@ -189,8 +190,41 @@ def test_the_cost_is_read_after_message_and_question_alone(monkeypatch):
         {"message": "Be a cat.", "question": "Who are you?", "tokens": [[5, 6, 7], []]}
     )
     value, none = script.nll(model, answers)
+    assert script.nll(model, answers.assign(question="What?")) != [value, none]
     ids = model.tokenizer("[system]Be a cat.[user]Who are you?[assistant]").input_ids
     with torch.no_grad():
         logits = model(torch.tensor([[*ids, 5, 6]]))[0, -3:]
     assert value == pytest.approx(-float(logits.log_softmax(-1)[[0, 1, 2], [5, 6, 7]].mean()))
     assert np.isnan(none)
+
+
+def test_ways_are_compared_at_equal_cost():
+    """Planted curves: adherence at turn 8 rises with ln cost, twice as steeply for the rival; the
+    message in every turn has one cost, and is compared there."""
+    rng = np.random.default_rng(0)
+    arms = {("baseline", 0.0): (0.0, 0.1), ("message in every user turn", 1.0): (0.15, 0.5)}
+    for step in (1.0, 2.0, 3.0):
+        arms["lapa2", step] = 0.1 * step, 0.1 + 0.1 * step
+        arms["rival", step] = 0.1 * step, 0.1 + 0.2 * step
+    rows = [
+        {"family": family, "strength": step, "message": message, "first": first, "turn": turn}
+        | {"top_k": 20, "sample": 0, "kind": "topic", "relevant": 1.0, "nll": 3 + cost}
+        | {"above": (late if turn == 8 else 0.6) + noise[message]}
+        for noise in [rng.normal(scale=0.05, size=16)]
+        for (family, step), (cost, late) in arms.items()
+        for message in range(16)
+        for first in range(4)
+        for turn in (1, 4, 8)
+    ]
+    answers = pd.DataFrame(rows)
+    answers["ln cost"] = answers["nll"] - 3
+    table = script.at_equal_cost(answers)
+    row = table.set_index(["family", "metric", "ratio"]).sort_index()
+    gain = row.loc["rival", "turn 8", 1.25]
+    assert gain["difference"] == pytest.approx(np.log(1.25), abs=1e-6)
+    assert gain["verdict"] == "more"
+    assert row.loc["rival", "fall", 1.1]["difference"] == pytest.approx(np.log(1.1), abs=1e-6)
+    (own,) = table.loc[table["family"] == "message in every user turn", "ratio"].unique()
+    assert own == pytest.approx(np.exp(0.15))
+    there = row.loc["message in every user turn", "turn 8"].iloc[0]
+    assert there["difference"] == pytest.approx(0.5 - (0.1 + 0.15), abs=1e-6)
