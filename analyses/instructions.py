@@ -4,6 +4,7 @@
     cd chats; lapa2 sweep figures/instructions/GRID --out run      # GRID by its path
     python analyses/instructions.py judge chats/run --out figures/instructions
     python analyses/instructions.py heads --out figures/instructions
+    python analyses/instructions.py cross chats/run --strength 0.5 --out figures/instructions
 
 `write` makes what the grids read: conversations and tasks. A conversation is a prompt of many
 lines: the system message, then the user's, one a turn. The questions rotate over the turns (a Latin
@@ -39,6 +40,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +51,7 @@ from instruction_judges import judged
 from rivals import with_earlier
 from torch.nn.utils.rnn import pad_sequence
 
-from lapa2_interp import load_model
+from lapa2_interp import generate, load_model
 from lapa2_interp._util.errors import DataError
 from lapa2_interp._util.files import write_text
 from lapa2_interp._util.parsing import parse_toml, read_text
@@ -161,15 +163,27 @@ def judged_answers(texts: pd.DataFrame, messages: Sequence[Mapping], neutral: st
 
 
 @torch.inference_mode()
-def nll(model: Model, answers: pd.DataFrame, question: str = "question") -> list[float]:
+def nll(
+    model: Model, answers: pd.DataFrame, question: str = "question", file: Path | None = None
+) -> list[float]:
     """-ln p a token of each answer given its message and a question, in nats; NaN of none.
 
     Args:
         question: The column of the question.
+        file: Keeps the values, by a digest of message, question and answer.
     """
-    values = np.full(len(answers), np.nan)
+    known: dict[str, float] = {}
+    if file is not None and file.exists():
+        known = pd.read_csv(file, index_col="answer")["nll"].to_dict()
+    names = [
+        sha256(repr((message, asked, list(map(int, tokens)))).encode()).hexdigest()[:24]
+        for message, asked, tokens in answers[["message", question, "tokens"]].itertuples(
+            index=False
+        )
+    ]
+    values = np.array([known.get(name, np.nan) for name in names])
     numbered = answers.reset_index(drop=True)
-    numbered = numbered[numbered["tokens"].map(len) > 0]
+    numbered = numbered[(numbered["tokens"].map(len) > 0) & np.isnan(values)]
     with progress_bar(len(numbered), "reading", "answer") as bar:
         for (message, asked), of in numbered.groupby(["message", question], sort=False):
             layout = chat_layout(model.tokenizer, ChatForm(messages=tuple(chat(message, asked))))
@@ -191,7 +205,11 @@ def nll(model: Model, answers: pd.DataFrame, question: str = "question") -> list
                 own = log_probs.gather(2, tokens[..., None])[..., 0]
                 live = torch.arange(tokens.shape[1]) < lengths[:, None]
                 values[part.index] = -((own * live).sum(1) / lengths).numpy()
+                known |= {names[i]: values[i] for i in part.index}
                 bar.update(len(part))
+            if file is not None:
+                table = pd.Series(known, name="nll").rename_axis("answer").reset_index()
+                write_text(file, as_csv(table, 8))
     return values.tolist()
 
 
@@ -205,6 +223,56 @@ def costs(answers: pd.DataFrame) -> pd.Series:
     first = (answers["turn"] == 1) & (answers["family"] == BASELINE)
     plain = answers[first & (answers["adherence"] >= ADHERES)].groupby("kind")["nll"].mean()
     return answers["nll"] - answers["kind"].map(plain)
+
+
+def crossed(folder: Path, parts: Mapping[str, Any], alpha: float) -> pd.DataFrame:
+    """Mean adherence above chance of the last answer, by history and bias."""
+    run = load_run(folder, earlier=True)
+    texts = run.texts(list(run.finished)).join(families(run), on="cell")
+    texts["top_k"] = [run.by_key[key].top_k for key in texts["cell"]]
+    chats = texts[texts["family"].isin([BASELINE, REFERENCE])]
+    model = load_model(MODEL, dtype="float32", model_class="TransformersModel")
+    bias = f"{REFERENCE}:alpha={alpha:g}"
+    rows = []
+    histories = chats[chats["strength"].isin([0.0, alpha])]
+    histories = histories[~histories["prompt"].str.startswith(parts["neutral"])]
+    grouped = histories.groupby(["family", "prompt", "sample"], sort=False)
+    with progress_bar(len(grouped), "histories", "chat") as bar:
+        for (history, script, _), of in grouped:
+            message, *questions = str(script).splitlines()
+            answers = of.sort_values("turn")["continuation"].tolist()
+            form = ChatForm(
+                messages=({"role": "system", "content": message},),
+                later=tuple(questions[1:]),
+            )
+            first = {"role": "user", "content": questions[0]}
+            opened = form.model_copy(update={"messages": (*form.messages, first)})
+            said = opened.messages_after(answers[:-1])
+            said[0]["content"], said[-1]["content"] = "{prefix}", "{prompt}"
+            task = Task(
+                name="history",
+                length_counts_prompt=False,
+                attributes={"message": Attribute(prefix=message)},
+                prompts=Prompts(texts=(questions[-1],)),
+                chat=ChatForm(messages=tuple(said)),
+            )
+            made = generate(
+                model, questions[-1], method="chat", task=task, augmentation=["none", bias],
+                length=48, top_k=int(of["top_k"].iloc[0]), eos="stop", trace="none",
+            ).texts()  # fmt: skip
+            for arm, answer in zip(made["arm"], made["continuation"], strict=True):
+                facts = {"prompt": script, "turn": len(questions), "top_k": of["top_k"].iloc[0]}
+                rows.append({"history": history, "answer": arm, "continuation": answer} | facts)
+            bar.update(1)
+    neutral = texts[texts["prompt"].str.startswith(parts["neutral"])]
+    both = pd.concat([pd.DataFrame(rows), neutral], ignore_index=True)
+    answers = judged_answers(both, parts["message"], parts["neutral"])
+    return pd.DataFrame(
+        [
+            {"history": history, "answer": arm} | interval(of, "above")
+            for (history, arm), of in answers.groupby(["history", "answer"], sort=False)
+        ]
+    )
 
 
 def families(run: Run) -> pd.DataFrame:
@@ -287,13 +355,14 @@ def choose_heads(model: Model, messages: Sequence[Mapping], questions: Sequence[
 
 
 def main() -> None:
-    """Write the conversations, judge the answers, or choose heads."""
+    """Write the conversations, judge the answers, choose heads, or exchange histories."""
     parser = ScriptOptions("Does an instruction hold?")
-    parser.add_argument("do", choices=("write", "judge", "heads"))
+    parser.add_argument("do", choices=("write", "judge", "heads", "cross"))
     parser.add_argument("run", type=Path, nargs="?", help="the run that is judged")
     parser.add_argument("--set", nargs="+", default=list(SETS), choices=SETS)
     parser.add_argument("--turns", type=whole_number(), default=8)
     parser.add_argument("--round", type=int, choices=(1, 2), help="half of the rotations")
+    parser.add_argument("--strength", type=float, default=0.5, help="alpha of cross")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     parts = benchmark()
@@ -317,7 +386,12 @@ def main() -> None:
         selection.save(options.out / "heads.json")
         return
     if options.run is None:
-        parser.error("judge needs the folder of a run")
+        parser.error(f"{options.do} needs the folder of a run")
+    if options.do == "cross":
+        table = crossed(options.run, parts, options.strength)
+        write_text(options.out / "cross.csv", as_csv(table, 5))
+        print(as_text(table, ".2f"))
+        return
     answers = with_earlier(read_answers(options.run, parts), options.out / "answers.parquet")
     answers["ln cost"] = costs(answers)
     by = ["family", "strength", "top_k"]
@@ -351,8 +425,9 @@ def read_answers(folder: Path, parts: Mapping[str, Any]) -> pd.DataFrame:
         asked: parts["questions"][(i + 4) % 8] for i, asked in enumerate(parts["questions"])
     }
     answers["other"] = answers["question"].map(opposite)
-    answers.loc[read, "nll"] = nll(model, answers[read])
-    elsewhere = np.array(nll(model, answers[read], "other"))
+    file = folder / "scores" / "nll.csv"
+    answers.loc[read, "nll"] = nll(model, answers[read], file=file)
+    elsewhere = np.array(nll(model, answers[read], "other", file))
     own = answers.loc[read, "nll"]
     relevant = pd.Series(elsewhere > own, index=own.index, dtype=float).where(own.notna())
     answers.loc[read, "relevant"] = relevant

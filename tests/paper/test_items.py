@@ -256,7 +256,17 @@ def test_the_scripts_are_all_of_reproduce():
     assert set(reproduce["ITEMS"]) == there
     assert set(ITEMS) == there - set(reproduce["EXTRA"])
     drawn = {file.stem for file in (ROOT / "figures").glob("*.py")} - {"house"}
-    assert drawn == {*FIGURES, "frontier", "steering", "bases", "long", "deep", "rivals", "where"}
+    assert drawn == {
+        *FIGURES,
+        "frontier",
+        "steering",
+        "bases",
+        "long",
+        "deep",
+        "rivals",
+        "where",
+        "instructions",
+    }
 
 
 def test_numbers_are_those_of_the_raw_texts(run, printed):

@@ -1,0 +1,75 @@
+"""Figure instructions: does a message hold over the turns of a chat? (adherence.csv of
+analyses/instructions.py)"""
+
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+from house import legend_below
+from matplotlib.figure import Figure
+
+from lapa2_interp._util.plots import COLOURS, new_figure, plain_axes
+from lapa2_interp.paper.scripts import ScriptOptions
+
+NAMES = {
+    "baseline": "no bias",
+    "lapa2": "LaPA², all heads",
+    "head-selective": "LaPA², 24 heads",
+    "lapa2-constant": "constant bias",
+    "split-softmax": "split-softmax",
+    "instaboost": "InstABoost",
+    "spotlight-per-head": "Spotlight",
+    "guidance": "guidance",
+    "message in every user turn": "message in every user turn",
+    "message in the first user turn": "message in the first user turn",
+}
+LIMIT = 1.25
+"""Largest cost of the strengths in the left panel."""
+
+
+def draw(table: pd.DataFrame) -> Figure:
+    """Left: adherence above chance by turn, of every way's strongest setting that costs 1.25 times
+    at most. Right: adherence at the last turn against cost, with 95 % intervals."""
+    figure = new_figure(7.4, 3.6)
+    left, right = figure.subplots(1, 2)
+    costs = table[table["measure"] == "ln cost"].groupby(["family", "strength"])["mean"].mean()
+    above = table[table["measure"] == "above"].assign(turn=lambda rows: rows["turn"].astype(int))
+    last = above["turn"].max()
+    families = [name for name in NAMES if name in set(table["family"])]
+    base = np.exp(costs["baseline"].iloc[0])
+    (start,) = above.query("family == 'baseline' and turn == @last")["mean"]
+    for i, family in enumerate(families):
+        colour, dashed = COLOURS[i % len(COLOURS)], "--" if i >= len(COLOURS) else "-"
+        own = np.exp(costs[family])
+        allowed = own[own <= LIMIT]
+        if len(allowed):
+            shown = above[(above["family"] == family) & (above["strength"] == allowed.index.max())]
+            left.plot(
+                shown["turn"], shown["mean"], dashed, color=colour, marker="o", ms=3, lw=1.2,
+                label=NAMES[family],
+            )  # fmt: skip
+        else:
+            left.plot([], [], dashed, color=colour, marker="o", ms=3, label=NAMES[family])
+        ends = above[(above["family"] == family) & (above["turn"] == last)].sort_values("strength")
+        x = own[ends["strength"]].to_numpy()
+        begun = family not in ("baseline", *[name for name in NAMES if "turn" in name])
+        right.plot(
+            [base, *x] if begun else x, [start, *ends["mean"]] if begun else ends["mean"],
+            dashed, color=colour, marker="o", ms=3, lw=1.2,
+        )  # fmt: skip
+        right.vlines(x, ends["low"], ends["high"], color=colour, lw=0.7)
+    for cost in (1.1, LIMIT):
+        right.axvline(cost, color="grey", ls=":", lw=0.8)
+    plain_axes(left, "turn", "adherence above chance")
+    plain_axes(right, "perplexity of answers, times first ones that adhere", f"at turn {last}")
+    legend_below(figure, [("", left, table)], 3)
+    return figure
+
+
+if __name__ == "__main__":
+    parser = ScriptOptions("Figure instructions")
+    parser.add_argument(
+        "folder", type=Path, nargs="?", default=Path(__file__).parent / "instructions"
+    )
+    folder = parser.parse_args().folder
+    draw(pd.read_csv(folder / "adherence.csv")).savefig(folder / "instructions.png", dpi=200)
