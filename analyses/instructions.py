@@ -20,8 +20,8 @@ given since the model's template would write its own. Tasks say where the messag
 on the answers of neutral conversations at the same turn to the same questions; *above chance* is
 the difference.
 The *cost* of an answer is its perplexity given only the message and the question, by the model
-without bias, as a multiple of that of first answers without bias that adhere (at least 1/3) to a
-message of the same kind; means are of ln. An answer is *relevant* if it is likelier given its own
+without bias; tables give it as a multiple of that of first answers without bias that adhere (at
+least 1/3) to a message of the same kind; means are of ln. An answer is *relevant* if it is likelier given its own
 question than given the one that stands four turns from it. Both are measured at turns 1, 4 and 8.
 
 `heads` writes heads.json: the 24 heads without whose view of the message its effect on the first
@@ -30,9 +30,10 @@ questions.
 
 Intervals are over messages. answers.parquet has a row an answer, without the answer (rows of a
 round that is not in the run stay), adherence.csv and kinds.csv the means by arm and turn, and the
-fall from the first turn to the last. equal.csv compares the ways at equal cost with LaPA2 in all
-heads, with Holm's correction over all tests of a measure, and the message in every user turn with
-LaPA2 at the cost that it has itself.
+fall from the first turn to the last. equal.csv compares the ways with LaPA2 in all heads at 1.1
+and 1.25 times the cost of no bias, with Holm's correction over all tests of a measure, and the
+message in every user turn with LaPA2 at the cost that it has itself. arms.csv has every arm minus
+no bias.
 """
 
 from __future__ import annotations
@@ -289,8 +290,9 @@ def families(run: Run) -> pd.DataFrame:
     return pd.DataFrame.from_dict(placed, orient="index", columns=["family", "strength"])
 
 
-def at_equal_cost(answers: pd.DataFrame) -> pd.DataFrame:
-    """Every way compared with LaPA2 in all heads at equal cost, with Holm's correction."""
+def compared(answers: pd.DataFrame) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """Every way beside LaPA2 in all heads at equal cost, with Holm's correction; and every arm
+    minus no bias."""
     texts = answers.rename(columns={"message": "prompt"}).copy()
     texts["nll"] = texts["ln cost"]
     for turn in READ:
@@ -300,15 +302,15 @@ def at_equal_cost(answers: pd.DataFrame) -> pd.DataFrame:
     texts = texts.join(first, on=chats)
     texts["fall"] = (texts["above"] - texts["begun"]).where(texts["turn"] == READ[-1])
     curves = SteeringCurves(texts, COMPARED)
-    equal = curves.compare(REFERENCE, RATIOS, unit=0.0)
+    equal = curves.compare(REFERENCE, RATIOS)
     equal = equal[~equal["family"].isin(PLACES.values())]
-    repeated = PLACES["repeated"]
-    if repeated in curves.families:
+    if (repeated := PLACES["repeated"]) in curves.families:
         beside = curves.compare(REFERENCE, [1.0], unit=curves.curve(repeated)[:, -1, 0])
+        base = curves.curve(repeated)[0, 0, 0]
         beside = beside[beside["family"].isin([REFERENCE, repeated])]
-        beside["ratio"] = beside["perplexity"]
+        beside["ratio"] = beside["perplexity"] / np.exp(base)
         equal = pd.concat([equal, beside], ignore_index=True)
-    return add_verdicts(equal.reset_index(drop=True), REFERENCE)
+    return add_verdicts(equal.reset_index(drop=True), REFERENCE), curves.against_baseline()
 
 
 def adherence(answers: pd.DataFrame, by: Sequence[str]) -> pd.DataFrame:
@@ -403,7 +405,8 @@ def main() -> None:
         print(as_text(wide, ".2f"))
     if REFERENCE not in set(answers["family"]):
         return
-    equal = at_equal_cost(answers)
+    equal, arms = compared(answers)
+    write_text(options.out / "arms.csv", as_csv(arms, 5))
     if not set(answers["round"]) >= {1, 2}:
         equal[["p", "p_holm", "verdict"]] = np.nan, np.nan, ""
     write_text(options.out / "equal.csv", as_csv(equal, 5))

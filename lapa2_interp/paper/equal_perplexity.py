@@ -172,6 +172,29 @@ class SteeringCurves:
                 )
         return pd.DataFrame(rows)
 
+    def against_baseline(self) -> pd.DataFrame:
+        """Every arm minus the baseline, whatever their perplexities, on the same prompts.
+
+        Returns:
+            Columns family, strength, ratio (of perplexities), metric, difference, low, high, p,
+            prompts.
+        """
+        base = self.means[:, np.flatnonzero(self.arms.get_level_values("family") == BASELINE)]
+        gaps = self.means - base
+        rows = []
+        for number, (family, strength) in enumerate(self.arms):
+            if family == BASELINE:
+                continue
+            change, low, high = resampled_interval(gaps[:, number], self.prompts)
+            p = resampled_p(gaps[1:, number], self.prompts)
+            for i, metric in enumerate(self.metrics, 1):
+                rows.append(
+                    {"family": family, "strength": strength, "ratio": np.exp(change[0])}
+                    | {"metric": metric, "difference": change[i], "low": low[i], "high": high[i]}
+                    | {"p": p[i], "prompts": self.prompts}
+                )
+        return pd.DataFrame(rows)
+
     def compare(
         self, reference: str, ratios: Sequence[float] = RATIOS, unit: Unit = None
     ) -> pd.DataFrame:

@@ -218,7 +218,7 @@ def test_ways_are_compared_at_equal_cost():
     ]
     answers = pd.DataFrame(rows)
     answers["ln cost"] = answers["nll"] - 3
-    table = script.at_equal_cost(answers)
+    table, arms = script.compared(answers)
     row = table.set_index(["family", "metric", "ratio"]).sort_index()
     gain = row.loc["rival", "turn 8", 1.25]
     assert gain["difference"] == pytest.approx(np.log(1.25), abs=1e-6)
@@ -228,3 +228,7 @@ def test_ways_are_compared_at_equal_cost():
     assert own == pytest.approx(np.exp(0.15))
     there = row.loc["message in every user turn", "turn 8"].iloc[0]
     assert there["difference"] == pytest.approx(0.5 - (0.1 + 0.15), abs=1e-6)
+    plain = arms.set_index(["family", "strength", "metric"])
+    late = plain.loc["rival", 2.0, "turn 8"]
+    assert late[["difference", "low", "high"]].to_list() == pytest.approx([0.4] * 3)
+    assert late["ratio"] == pytest.approx(np.exp(0.2))
