@@ -21,8 +21,9 @@ on the answers of neutral conversations at the same turn to the same questions; 
 the difference.
 The *cost* of an answer is its perplexity given only the message and the question, by the model
 without bias; tables give it as a multiple of that of first answers without bias that adhere (at
-least 1/3) to a message of the same kind; means are of ln. An answer is *relevant* if it is likelier given its own
-question than given the one that stands four turns from it. Both are measured at turns 1, 4 and 8.
+least 1/3) to a message of the same kind; means are of ln. An answer is *relevant* if it is likelier
+given its own question than given the one that stands four turns from it. Both are measured at turns
+1, 4 and 8.
 
 `heads` writes heads.json: the 24 heads without whose view of the message its effect on the first
 answer falls most, chosen on those messages for tuning that have a persona and a topic, with other

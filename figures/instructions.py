@@ -36,7 +36,7 @@ def draw(table: pd.DataFrame) -> Figure:
     above = table[table["measure"] == "above"].assign(turn=lambda rows: rows["turn"].astype(int))
     last = above["turn"].max()
     families = [name for name in NAMES if name in set(table["family"])]
-    base = np.exp(costs["baseline"].iloc[0])
+    costs -= costs["baseline"].iloc[0]
     (start,) = above.query("family == 'baseline' and turn == @last")["mean"]
     for i, family in enumerate(families):
         colour, dashed = COLOURS[i % len(COLOURS)], "--" if i >= len(COLOURS) else "-"
@@ -54,14 +54,14 @@ def draw(table: pd.DataFrame) -> Figure:
         x = own[ends["strength"]].to_numpy()
         begun = family not in ("baseline", *[name for name in NAMES if "turn" in name])
         right.plot(
-            [base, *x] if begun else x, [start, *ends["mean"]] if begun else ends["mean"],
+            [1, *x] if begun else x, [start, *ends["mean"]] if begun else ends["mean"],
             dashed, color=colour, marker="o", ms=3, lw=1.2,
         )  # fmt: skip
         right.vlines(x, ends["low"], ends["high"], color=colour, lw=0.7)
     for cost in (1.1, LIMIT):
         right.axvline(cost, color="grey", ls=":", lw=0.8)
     plain_axes(left, "turn", "adherence above chance")
-    plain_axes(right, "perplexity of answers, times first ones that adhere", f"at turn {last}")
+    plain_axes(right, "perplexity of answers, times that of no bias", f"at turn {last}")
     legend_below(figure, [("", left, table)], 3)
     return figure
 
