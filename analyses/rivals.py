@@ -144,7 +144,7 @@ def with_earlier(rows: pd.DataFrame, file: Path) -> pd.DataFrame:
 def families(run: Run) -> pd.DataFrame:
     """By cell, the name of its family and its strength."""
     names = name_families(cell.active_augmentations for cell in run.by_key.values())
-    base = next(iter(run.by_key.values())).method  # of a grid's first arm, no bias
+    base = next(iter(run.by_key.values()))  # a grid's first arm, no bias
 
     def family_of(cell: Cell) -> tuple[str, float]:
         rules = cell.active_augmentations
@@ -153,8 +153,13 @@ def families(run: Run) -> pd.DataFrame:
             family, step = "head-selective, opposing down", strength(rules[:1])
         if cell.method in STRENGTHS:
             family, step = STRENGTHS[cell.method](cell.parameters)
-        elif cell.method != base:
+        elif cell.method != base.method:
             family = f"{cell.method}, {family}"
+        elif own := [
+            name for name in base.parameters if cell.parameters[name] != base.parameters[name]
+        ]:
+            family = own[0]  # the method's own strength
+            step = cell.parameters[family] / base.parameters[family] - 1
         if cell.temperature != 1:
             warm = f"temperature {cell.temperature:g}"
             return (warm, step) if rules else ("temperature", 1 / cell.temperature - 1)

@@ -23,7 +23,12 @@ from pydantic import Field
 from lapa2_interp._util.errors import CircuitError
 from lapa2_interp._util.values import Positive, numbers_checked
 from lapa2_interp.attention.tables import select_layer_type
-from lapa2_interp.bias.augmentation import ALPHA_BOUNDS, Augmentation, AugmentationLike
+from lapa2_interp.bias.augmentation import (
+    ALPHA_BOUNDS,
+    Augmentation,
+    AugmentationLike,
+    active_augmentations,
+)
 from lapa2_interp.circuits.contrast_set import ContrastLike, as_contrast_set
 from lapa2_interp.generation.teacher_forcing import teacher_forced
 from lapa2_interp.models.card import Model
@@ -76,6 +81,7 @@ def alpha_at_prefix_attention(
     goal: Annotated[float, Field(gt=0, lt=1)],
     augmentation: AugmentationLike = None,
     *,
+    beside: AugmentationLike = None,
     max_alpha: Positive = 8.0,
 ) -> float:
     """The alpha at which an augmentation gives the prefix the mean attention `goal`, to one part in
@@ -89,6 +95,7 @@ def alpha_at_prefix_attention(
             arms.
         goal: The mean attention, above that without a bias.
         augmentation: One augmentation, whose alpha is replaced; by default LaPA2 in all heads.
+        beside: Augmentations that act, too, as they are.
         max_alpha: The largest alpha that is tried.
 
     Raises:
@@ -105,7 +112,8 @@ def alpha_at_prefix_attention(
 
     @cache
     def reached(alpha: float) -> float:
-        return mean_prefix_attention(model, contrast_set, rule.model_copy(update={"alpha": alpha}))
+        tried = rule.model_copy(update={"alpha": alpha})
+        return mean_prefix_attention(model, contrast_set, (tried, *active_augmentations(beside)))
 
     if goal <= reached(0.0):
         raise CircuitError(

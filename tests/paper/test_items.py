@@ -71,6 +71,7 @@ TOOLS = (
     "bench",
     "check_scorers",
     "circuit_criteria",
+    "equal_attention",
     "fade_account",
     "gemma_judge",
     "growth",

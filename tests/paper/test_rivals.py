@@ -116,6 +116,22 @@ def test_arms_are_named_after_the_way_and_its_strength():
         assert table.loc[one.key, "strength"] == pytest.approx(strength)
 
 
+def test_a_methods_own_strength_is_a_family():
+    import rivals
+
+    asked = {"prompts": "The lake", "attribute": "positive", "length": 12, "method": "air-decoding"}
+    plain, stronger, biased = (
+        cell_of("tiny-gpt2", parameters={"omega": omega}, augmentation=bias, **asked)
+        for omega, bias in ((140.0, "none"), (280.0, "none"), (140.0, "lapa2:alpha=0.4"))
+    )
+    table = rivals.families(
+        SimpleNamespace(by_key={one.key: one for one in (plain, stronger, biased)})
+    )
+    assert table.loc[plain.key].tolist() == ["baseline", 0.0]
+    assert table.loc[stronger.key].tolist() == ["omega", 1.0]
+    assert table.loc[biased.key].tolist() == ["lapa2", 0.4]
+
+
 def test_distinct_pairs_are_counted_over_all_texts():
     import rivals
 
