@@ -70,7 +70,7 @@ from lapa2_interp.circuits.far_passes import (
     with_filler,
 )
 from lapa2_interp.circuits.metrics import Metric, Predictions, metrics_by_name
-from lapa2_interp.circuits.result_store import ResultStore
+from lapa2_interp.circuits.result_store import RECHECKED, ResultStore
 from lapa2_interp.circuits.statistics import share_interval
 from lapa2_interp.models.card import Model, prepacked_model, weights_dtype
 from lapa2_interp.models.load import accepts_model_name
@@ -186,7 +186,7 @@ class FadeAccount:
             axes.axhline(0, color="0.4", lw=0.6)
             axes.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths])
             plain_axes(axes, "tokens in between", "share of the fade" if axes is panels[0] else "")
-            axes.set_title("attention on the prefix" if measure == ATTENTION else measure)
+            axes.set_title("attention on the prefix" if measure == ATTENTION else measure, size=9)
         legend_above(figure, 2, panels[0])
         return figure
 
@@ -244,7 +244,8 @@ def account_for_fading(
         tokens: Number of scored tokens.
         metric: Metrics of control; by default js, and lex where there are words.
         seed: Seed of the texts of a task.
-        file: A file for finished texts, from which the same call continues.
+        file: A file for finished texts, a line for each batch, from which the same call continues.
+            Two stored texts are computed again at the longest filler.
         batch_size: Texts in one forward pass; changes nothing but memory and time.
         progress: A bar that counts steps.
 
@@ -267,6 +268,16 @@ def account_for_fading(
         for group in batches(contrast_set.examples, items_per_batch(model, largest, batch_size))
     }
     todo = sum(len(group) for key, group in groups.items() if key not in store)
+
+    def values_of(examples: Sequence[ContrastExample], length: int) -> dict[str, np.ndarray]:
+        passes = _FarStates(model, examples, contrast_set, length, tokens, metrics)
+        return {
+            f"{length}, {measure}, {name}": of_examples
+            for name, numbers in passes.measure().items()
+            for measure, of_examples in zip(names, numbers, strict=True)
+        }
+
+    stored = next((key for key in groups if key in store), None)
     values: dict[tuple[int, str, str], np.ndarray] = {}
     with (
         closing(store),
@@ -274,17 +285,21 @@ def account_for_fading(
         prepacked_model(model),
         given_or_new_bar(progress, todo * len(lengths), "account", "text") as bar,
     ):
+        if stored is not None:
+            again = [contrast_set.examples[i] for i in groups[stored][:RECHECKED]]
+            now = values_of(again, lengths[-1])
+            near = {name: f"{name.rpartition(', ')[0]}, near" for name in now}
+            store.check_control(
+                {name: store[stored][near[name]] for name in now},
+                {name: now[near[name]] for name in now},
+            )
+            store.check(store[stored], now)
         for key, group in groups.items():
             if key not in store:
                 examples = [contrast_set.examples[i] for i in group]
                 measured: dict[str, np.ndarray] = {}
                 for length in lengths:
-                    passes = _FarStates(model, examples, contrast_set, length, tokens, metrics)
-                    for name, numbers in passes.measure().items():
-                        measured |= {
-                            f"{length}, {measure}, {name}": of_examples
-                            for measure, of_examples in zip(names, numbers, strict=True)
-                        }
+                    measured |= values_of(examples, length)
                     bar.update(len(group))
                 store.add(key, measured)
             for label, of_examples in store[key].items():

@@ -113,6 +113,7 @@ def fading(
     *,
     out: Path,
     selection: Path | None = None,
+    account: bool = False,
     options: Values,
     texts: ContrastOptions = ContrastOptions(),
     computing: ModelOptions = ModelOptions(),
@@ -124,6 +125,7 @@ def fading(
     more: --file keeps what is finished. For example
 
         lapa2 fading planted --filler 8 64 200 --out results/planted-fading
+        lapa2 fading planted --filler 8 64 --account --out results/planted-account
         lapa2 fading smollm2-135m --selection selection.json --random 5 \\
             --out results/fading
 
@@ -132,10 +134,14 @@ def fading(
             answers.
         out: The folder of tables and figure.
         selection: Heads of `lapa2 select`, whose mass is also changed alone.
+        account: Instead, divide the fade among four causes, whatever their order: the distance to
+            the prefix, the weight that the text in between takes, what it says, and what it knows
+            of the prefix. Needs rotary positions.
     """
     from lapa2_interp._util.errors import RunError
     from lapa2_interp._util.files import result_folder
     from lapa2_interp.circuits.contrast_set import ContrastSet
+    from lapa2_interp.circuits.fade_account import account_for_fading
     from lapa2_interp.circuits.fading import FILLER, VERDICTS, measure_fading
     from lapa2_interp.circuits.selection import Selection
 
@@ -145,6 +151,13 @@ def fading(
             f"--file {file} would be in the new folder --out {out}; give a file beside it, such as"
             f" {out.parent / 'kept.jsonl'}"
         )
+    if account:
+        alone = {
+            "selection": selection,
+            **{name: options.get(name) for name in ("random", "alpha")},
+        }
+        if clash := [name for name, value in alone.items() if value is not None]:
+            raise RunError(f"--account changes all heads, without a bias; leave out --{clash[0]}")
     loaded = computing.load(model)
     heads = {}
     if selection is not None:
@@ -154,6 +167,18 @@ def fading(
     with result_folder(out, finished=lambda folder: (folder / "fading.csv").is_file()) as folder:
         length = max(options.get("filler", FILLER)) + texts.tokens
         contrast_set = ContrastSet.of(loaded, texts.task, **texts.parameters() | {"tokens": length})
+        if account:
+            divided = account_for_fading(
+                loaded, contrast_set, tokens=texts.tokens, seed=texts.seed, **options
+            )
+            divided.frame().to_csv(folder / "fading.csv", index=False)
+            divided.fades().to_csv(folder / "control.csv", index=False)
+            divided.by_prompt().to_csv(folder / "prompts.csv", index=False)
+            divided.plot().savefig(folder / "fading.png")
+            print("shares of the fade")
+            print(as_text(divided.frame(), ".3f"))
+            print(f"written: {out}")
+            return
         fading_result = measure_fading(
             loaded, contrast_set, heads=heads, tokens=texts.tokens, seed=texts.seed, **options
         )

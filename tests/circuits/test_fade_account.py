@@ -3,9 +3,11 @@ orders, and planted causes that are found."""
 
 from __future__ import annotations
 
+import json
 from itertools import permutations
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -23,6 +25,7 @@ from lapa2_interp.circuits.fade_account import (
     state,
 )
 from lapa2_interp.circuits.far_passes import CachedForward, with_filler
+from lapa2_interp.cli.app import main
 from lapa2_interp.models.card import network_of
 from lapa2_interp.models.load import _make_bridge, load_tokenizer
 from lapa2_interp.models.planted import ASK, D_HEAD, FILLERS, NEGATIVE, POSITIVE, WIDTH
@@ -226,6 +229,12 @@ def test_it_goes_on_from_its_file(tmp_path, monkeypatch):
     for key, values in uninterrupted.values.items():
         assert rest.values[key] == pytest.approx(values, abs=1e-5)
     assert len(made) < 2 * 6 + 2
+    lines = (tmp_path / "lines").read_text("utf-8").splitlines()
+    stored = json.loads(lines[1])
+    stored["values"][f"{FILLER}, lex, keys"][0] += 0.5
+    (tmp_path / "lines").write_text("\n".join([lines[0], json.dumps(stored), *lines[2:]]), "utf-8")
+    with pytest.raises(CircuitError, match="another model or metric"):
+        account_for_fading(model, texts, file=tmp_path / "lines", **settings)
 
 
 def test_tables_and_figure_have_all_lengths_and_measures(tmp_path):
@@ -257,3 +266,14 @@ def test_positions_that_cannot_be_moved_are_refused(name, words):
     texts = ContrastSet.of(model, "sentiment", prompts=["The lake", "The road"], tokens=12)
     with pytest.raises(CircuitError, match=words):
         account_for_fading(model, texts, filler=(6,), tokens=4, metric="js")
+
+
+def test_the_command_line_divides_the_fade(tmp_path, capsys):
+    line = f"fading planted --account --filler 12 --tokens 4 --device cpu --out {tmp_path / 'out'}"
+    assert main(line.split()) == 0
+    assert "shares of the fade" in capsys.readouterr().out
+    rows = pd.read_csv(tmp_path / "out" / "fading.csv")
+    assert set(FACTORS) < set(rows["name"])
+    assert (tmp_path / "out" / "fading.png").stat().st_size > 10_000
+    assert main([*line.split()[:-1], str(tmp_path / "no"), "--alpha", "1"]) == 2
+    assert "--account changes all heads" in capsys.readouterr().err
