@@ -15,7 +15,7 @@ from lapa2_interp._util.errors import AugmentationError
 pytestmark = pytest.mark.filterwarnings(  # Inspect's, about what it uses itself
     "ignore::DeprecationWarning", "ignore::pytest.PytestUnraisableExceptionWarning"
 )
-TASK = Path(__file__).parents[2] / "analyses" / "inspect" / "who_speaks.py"
+TASK = Path(__file__).parents[2] / "analyses" / "inspect" / "instructions.py"
 CHAT = [
     {"role": "system", "content": "You are a sailor."},
     {"role": "user", "content": "Who are you?"},
@@ -35,13 +35,18 @@ def evaluated(task, tmp_path, model="lapa2/smollm2-135m", settings=SETTINGS, **a
 
 
 def test_two_samples_of_our_task(tmp_path):
-    """Both at once, by the one worker."""
+    """Both at once, by the one worker; the last answer follows the first."""
     log = evaluated(
-        f"{TASK}@who_speaks", tmp_path, settings=SETTINGS | {"limit": 2}, alpha=0.5, span="system"
+        f"{TASK}@instructions", tmp_path, settings=SETTINGS | {"limit": 2}, alpha=0.5, span="system"
     )
     assert log.status == "success", log.error
-    assert [sample.output.usage.output_tokens for sample in log.samples] == [6, 6]
-    assert 0 <= log.results.scores[0].metrics["mean"].value <= 1
+    for sample in log.samples:
+        said = [message.role for message in sample.messages]
+        assert said == ["system", *["user", "assistant"] * 8]
+        assert sample.output.usage.output_tokens == 6
+        assert sample.messages[2].text == sample.metadata["first"]
+    assert {score.name for score in log.results.scores} >= {"last", "first"}
+    assert all(0 <= score.metrics["mean"].value <= 1 for score in log.results.scores)
 
 
 @pytest.mark.parametrize(
