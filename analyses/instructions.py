@@ -27,7 +27,7 @@ given its own question than given the one that stands four turns from it. Both a
 
 `heads` writes heads.json: the 24 heads without whose view of the message its effect on the first
 answer falls most, chosen on those messages for tuning that have a persona and a topic, with other
-questions.
+questions; and shared.csv: how many of them carry a prefix, too.
 
 Intervals are over messages. answers.parquet has a row an answer, without the answer (rows of a
 round that is not in the run stay), adherence.csv and kinds.csv the means by arm and turn, and the
@@ -60,7 +60,7 @@ from lapa2_interp._util.parsing import parse_toml, read_text
 from lapa2_interp._util.progress import progress_bar
 from lapa2_interp._util.table_formats import as_csv, as_text
 from lapa2_interp.attention.cache import new_rows
-from lapa2_interp.bias.recipes import name_families, strength
+from lapa2_interp.bias.recipes import name_families, parse_recipes, strength
 from lapa2_interp.circuits.selection import Selection, select
 from lapa2_interp.generation.arrange import chat_layout
 from lapa2_interp.models.card import Model
@@ -162,6 +162,22 @@ def judged_answers(texts: pd.DataFrame, messages: Sequence[Mapping], neutral: st
     texts["chance"] = [chance(*key) for key in keys]
     texts["above"] = texts["adherence"] - texts["chance"]
     return texts
+
+
+def shared_heads(model: Model, selection: Selection) -> pd.DataFrame:
+    """How many of these heads are among those that carry a prefix (figures/rivals), and by chance."""
+    rows = []
+    for task in ("sentiment", "topic"):
+        grid = parse_toml(read_text(MESSAGES.parents[1] / "rivals" / f"{task}.toml"))
+        recipes = (recipe for block in grid["block"] for recipe in block["augmentation"])
+        carriers = next(recipe for recipe in recipes if recipe.startswith("head-selective"))
+        (rule,) = parse_recipes(carriers)
+        shared = set(rule.heads) & set(selection.heads)
+        chance = len(rule.heads) * len(selection.heads) / (model.cfg.n_layers * model.cfg.n_heads)
+        rows.append(
+            {"task": task, "heads": len(selection.heads), "shared": len(shared), "chance": chance}
+        )
+    return pd.DataFrame(rows)
 
 
 @torch.inference_mode()
@@ -387,6 +403,7 @@ def main() -> None:
         model = load_model(MODEL, dtype="float32")
         selection = choose_heads(model, tuning, parts["other_questions"])
         selection.save(options.out / "heads.json")
+        write_text(options.out / "shared.csv", as_csv(shared_heads(model, selection), 5))
         return
     if options.run is None:
         parser.error(f"{options.do} needs the folder of a run")
