@@ -165,7 +165,7 @@ def judged_answers(texts: pd.DataFrame, messages: Sequence[Mapping], neutral: st
 
 
 def shared_heads(model: Model, selection: Selection) -> pd.DataFrame:
-    """How many of these heads are among those that carry a prefix (figures/rivals), and by chance."""
+    """How many of these heads carry a prefix, too (figures/rivals), and by chance."""
     rows = []
     for task in ("sentiment", "topic"):
         grid = parse_toml(read_text(MESSAGES.parents[1] / "rivals" / f"{task}.toml"))
