@@ -12,7 +12,7 @@ texts.parquet has a row a text, without the text: round, family, strength, promp
 sha256), attribute, nll (by the judge, a token of the continuation), acc hidden (adapter, the
 prefixes' words and their inflections hidden), acc (linear), rep (4-grams that the text had before).
 Rounds that are there and not in the run stay, so that no run has to be kept. diversity.csv has
-distinct-2 of every arm in each round, read.csv forty continuations of every arm of the first round,
+distinct-2 of every arm in each round, read.csv forty continuations of every arm,
 arms.csv the means of each arm, equal.csv the comparison with LaPA2 in all heads, with Holm's
 correction over all tests of a metric.
 """

@@ -14,6 +14,7 @@ NAMES = {
     "lapa2": "LaPA², all heads",
     "head-selective": "24 heads",
     "gate, head-selective": "gate around 24 heads",
+    "head-selective, opposing down": "24 heads, opposing down",
     "key-scale": "scores multiplied",
     "caa, layer 20": "activation addition",
     "reminder": "prefix read again",

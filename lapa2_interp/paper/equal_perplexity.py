@@ -223,8 +223,8 @@ class SteeringCurves:
             first = self.curve(reference)[0, 0, 0] if unit is None else np.ravel(unit)[0]
             for family in (reference, *(name for name in self.families if name != reference)):
                 here, reached = self.values_at(family, ratio, unit)
-                share, of_base = reached[1:].mean(), base_reached[1:].mean()
-                comparable = reached[0] and base_reached[0] and min(share, of_base) >= MIN_REACHED
+                share, both = reached[1:].mean(), reached & base_reached
+                comparable = both[0] and both[1:].mean() >= MIN_REACHED
                 comparable = comparable and self.prompts >= FEW and family != reference
                 gap = here - base if comparable else np.full_like(here, np.nan)
                 value, low, high = resampled_interval(here, self.prompts)
