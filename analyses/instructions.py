@@ -300,6 +300,8 @@ def families(run: Run) -> pd.DataFrame:
     for key, cell in run.by_key.items():
         rules = cell.active_augmentations
         placed[key] = names[rules], strength(rules)
+        if rules and rules[0].law == "constant":  # its l0 is not the recipe's
+            placed[key] = "lapa2-constant", strength(rules)
         if (guidance := cell.parameters.get("guidance", 1)) != 1:
             placed[key] = "guidance", guidance - 1
         elif cell.task.name in PLACES:
