@@ -60,7 +60,7 @@ from lapa2_interp.attention.cached_heads import SlotLayer
 from lapa2_interp.circuits.contrast_set import ContrastLike, ContrastSet
 from lapa2_interp.circuits.edits import check_model_class, items_per_batch
 from lapa2_interp.circuits.examples import ContrastExample, batches
-from lapa2_interp.circuits.fading import FILLER, NEAR, texts_for_fading
+from lapa2_interp.circuits.fading import FILLER, NEAR, refuse_raw, texts_for_fading
 from lapa2_interp.circuits.far_passes import (
     CachedForward,
     Rule,
@@ -258,6 +258,7 @@ def account_for_fading(
     if metric is None:
         metric = ["lex", "js"] if contrast_set.words else ["js"]
     metrics = metrics_by_name(metric)
+    refuse_raw(metrics)
     names = [*metrics, ATTENTION]
     store = ResultStore(
         file, model, contrast_set, account=lengths, tokens=tokens, metric=list(metrics), seed=seed
@@ -395,7 +396,7 @@ class _FarStates:
 
             def biased(layer: int, scores: Tensor, rule: Rule = rule) -> Tensor:
                 wide, *_ = self._parts(self.far, scores)
-                wide[..., self._prefix] += rule(layer, self.far._sum_scores(scores))[..., None]
+                wide[..., self._prefix] += rule(layer, self.far.sum_scores(scores))[..., None]
                 return wide
 
             measured[name] = self._values(biased)

@@ -29,7 +29,7 @@ control must restore about nothing.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -293,10 +293,7 @@ def measure_fading(
     if metric is None:
         metric = "lex" if contrast_set.words else "js"
     name, measure = one_metric(metric)
-    if name == "from_raw":
-        raise CircuitError(
-            "metric from_raw compares with the raw model, which fades too; use js, lex, llr or kl"
-        )
+    refuse_raw([name])
     # The store, with a line for each batch.
     store = ResultStore(
         file,
@@ -363,6 +360,18 @@ def measure_fading(
                             f"{length}, {bias}, {heads_name}"
                         ]
     return Fading(contrast_set, tokens, name, alpha, sets, near, far, changed)
+
+
+def refuse_raw(metrics: Collection[str]) -> None:
+    """Refuse a metric whose reference fades, too.
+
+    Raises:
+        CircuitError: It is among these.
+    """
+    if "from_raw" in metrics:
+        raise CircuitError(
+            "metric from_raw compares with the raw model, which fades too; use js, lex, llr or kl"
+        )
 
 
 def texts_for_fading(

@@ -150,7 +150,7 @@ class CachedForward:
         """Logits of the scored queries, with a bias in some heads."""
 
         def change(layer: int, scores: Tensor) -> Tensor:
-            sums = self._sum_scores(scores)
+            sums = self.sum_scores(scores)
             if rule is None or heads is None:
                 self.log_odds[layer] = sums.log_odds
                 return scores
@@ -173,7 +173,7 @@ class CachedForward:
         self.cached_rows.crop(self.tokens.shape[1])
         return logits.unflatten(0, (-1, self.n))
 
-    def _sum_scores(self, scores: Float[Tensor, "row head query key"]) -> LayerScores:
+    def sum_scores(self, scores: Float[Tensor, "row head query key"]) -> LayerScores:
         """The sums that a bias is computed from."""
         wide = scores.to(torch.promote_types(scores.dtype, torch.float32))
         inside = slice(self.prefix.start, self.prefix.stop)

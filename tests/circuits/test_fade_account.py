@@ -277,3 +277,9 @@ def test_the_command_line_divides_the_fade(tmp_path, capsys):
     assert (tmp_path / "out" / "fading.png").stat().st_size > 10_000
     assert main([*line.split()[:-1], str(tmp_path / "no"), "--alpha", "1"]) == 2
     assert "--account changes all heads" in capsys.readouterr().err
+
+
+def test_a_reference_that_fades_is_refused():
+    model = load("planted")
+    with pytest.raises(CircuitError, match="from_raw compares with the raw model"):
+        account_for_fading(model, contrast(model), filler=(8,), tokens=3, metric=["js", "from_raw"])
