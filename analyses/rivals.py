@@ -14,7 +14,8 @@ prefixes' words and their inflections hidden), acc (linear), rep (4-grams that t
 Rounds that are there and not in the run stay, so that no run has to be kept. diversity.csv has
 distinct-2 of every arm in each round, read.csv forty continuations of every arm,
 arms.csv the means of each arm, equal.csv the comparison with LaPA2 in all heads, with Holm's
-correction over all tests of a metric.
+correction over all tests of a metric. Topic has these rows three times: of all attributes, of
+*world*, in which control fails, and of the others.
 """
 
 from __future__ import annotations
@@ -85,24 +86,42 @@ def main() -> None:
     columns = ["round", *ARM, "prompt", "attribute", "sample", "nll", *METRICS]
     scored = with_earlier(scored[columns], options.out / "texts.parquet")
     diversity = with_earlier(diversity, options.out / "diversity.csv")
-    curves = SteeringCurves(scored, METRICS)
-    points = curves.points().merge(
-        diversity.groupby(ARM, as_index=False)["distinct-2"].mean(), on=ARM
-    )
-    base = points.loc[points["family"] == BASELINE, "perplexity"].iloc[0]
-    points["cost"] = points["perplexity"] / base
+    points, equal = compare(scored, options.planned)
+    diversity = diversity.groupby(ARM, as_index=False)["distinct-2"].mean()
+    points = points.merge(diversity, on=ARM)
     write_text(options.out / "arms.csv", as_csv(points, 6))
     wide = points.pivot(
-        index=["family", "strength", "cost", "distinct-2"], columns="metric", values="mean"
+        index=["attributes", *ARM, "cost", "distinct-2"], columns="metric", values="mean"
     )
     print(as_text(wide.reset_index(), ".3g"))
-    equal = add_verdicts(curves.compare(REFERENCE, RATIOS), REFERENCE)
-    if curves.prompts < options.planned:
-        equal[["p", "p_holm", "verdict"]] = np.nan, np.nan, ""
     write_text(options.out / "equal.csv", as_csv(equal, 6))
     first = equal[equal["metric"] == METRICS[0]]
     shown = ["value", "difference", "difference_low", "difference_high", "p_holm", "verdict"]
-    print(as_text(first[["ratio", "family", *shown]], ".3g"))
+    print(as_text(first[["attributes", "ratio", "family", *shown]], ".3g"))
+
+
+def compare(scored: pd.DataFrame, planned: int) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """Means of every arm, and the families at equal perplexity, for these attributes: all, and
+    *world* and the others where it is one.
+
+    Args:
+        planned: Prompts below which there are no tests.
+    """
+    is_world = scored["attribute"] == "world"
+    parts = {"all": scored}
+    if is_world.any():
+        parts |= {"world": scored[is_world], "others": scored[~is_world]}
+    points, equal = [], []
+    for name, texts in parts.items():
+        curves = SteeringCurves(texts, METRICS)
+        arms = curves.points()
+        base = arms.loc[arms["family"] == BASELINE, "perplexity"].iloc[0]
+        points.append(arms.assign(attributes=name, cost=arms["perplexity"] / base))
+        table = curves.compare(REFERENCE, RATIOS).assign(attributes=name)
+        equal.append(add_verdicts(table, REFERENCE))
+        if curves.prompts < planned:
+            equal[-1][["p", "p_holm", "verdict"]] = np.nan, np.nan, ""
+    return pd.concat(points, ignore_index=True), pd.concat(equal, ignore_index=True)
 
 
 def digits(text: str) -> str:

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Rivals of the bias, for figures/rivals (docs/studies/rivals.md says what was planned): rounds of 100 prompts, all arms of a round
-# before the next. Repeat it after a stop, and it resumes.
+# Rivals of the bias, for figures/rivals (docs/studies/rivals.md says what was planned): rounds of as many prompts as the grid says,
+# all arms of a round before the next. Repeat it after a stop, and it resumes.
 #
 #     make steering-prompts; analyses/rivals.sh LAST [FIRST]    # rounds; scored ones need not be made again
 #     python analyses/rivals.py results/rivals --judge FOLDER --out figures/rivals
@@ -10,11 +10,12 @@ set -euo pipefail
 tier=${TIER:-sentiment}
 grid=$(realpath "$(dirname "$0")")/../figures/rivals/$tier.toml
 prompts=$(realpath bases/rivals.txt)
+size=$(sed -n 's/^prompts = .* n = \([0-9]*\),.*/\1/p' "$grid")
 [[ $tier == sentiment ]] && out=$(realpath -m results/rivals) || out=$(realpath -m "results/rivals-$tier")
 [[ $tier == sentiment ]] && skipped=0 || skipped=200    # prompts that no other grid has
 for round in $(seq "${2:-1}" "$1"); do
     mkdir -p "$out-prompts/$round"
     cd "$out-prompts/$round"
-    sed -n "$((skipped + (round - 1) * 100 + 1)),$((skipped + round * 100))p" "$prompts" > prompts.txt
+    sed -n "$((skipped + (round - 1) * size + 1)),$((skipped + round * size))p" "$prompts" > prompts.txt
     lapa2 sweep "$grid" --out "$out" --workers "${WORKERS:-1}" --yes
 done

@@ -32,7 +32,7 @@ def draw(arms: pd.DataFrame) -> Figure:
     panels = figure.subplots(1, len(METRICS))
     families = [name for name in dict.fromkeys(arms["family"]) if name != "baseline"]
     for axes, (metric, words) in zip(panels, METRICS.items(), strict=True):
-        rows = arms[arms["metric"] == metric]
+        rows = arms[(arms["metric"] == metric) & (arms["attributes"] == "all")]
         base = rows[rows["family"] == "baseline"]
         for i, family in enumerate(families):
             own = rows[rows["family"] == family].sort_values("strength")

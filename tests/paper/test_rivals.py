@@ -159,6 +159,32 @@ def test_rounds_are_complete_and_earlier_ones_stay(tmp_path):
         assert rivals.with_earlier(first[:0], file).equals(again)
 
 
+def test_world_has_rows_of_its_own():
+    import rivals
+
+    draw = np.random.default_rng(0)
+    rows = [
+        {"family": family, "strength": strength, "prompt": f"{n}", "attribute": attribute}
+        | {"nll": 3 + 0.2 * strength + draw.normal(0, 0.05), "acc (linear)": 50.0, "rep": 1.0}
+        | {"acc hidden": 50 + 20 * strength * (attribute != "world") + draw.normal()}
+        for family, strength in (("baseline", 0.0), ("lapa2", 1.0), ("caa", 2.0))
+        for n in range(12)
+        for attribute in ("world", "sports")
+    ]
+    texts = pd.DataFrame(rows)
+    points, equal = rivals.compare(texts, 12)
+    assert list(dict.fromkeys(points["attributes"])) == ["all", "world", "others"]
+    own, two = rivals.compare(texts[texts["attribute"] == "sports"], 12)
+    alone = points[points["attributes"] == "others"].reset_index(drop=True)
+    assert alone.drop(columns="attributes").equals(own.drop(columns="attributes"))
+    assert set(two["attributes"]) == {"all"} and two["p"].notna().any()
+    mean = points[points["metric"] == "acc hidden"].set_index(["attributes", "family"])["mean"]
+    assert mean["world", "caa"] == pytest.approx(50, abs=1)
+    assert mean["others", "caa"] == pytest.approx(90, abs=1)
+    assert mean["all", "caa"] == pytest.approx((mean["world", "caa"] + mean["others", "caa"]) / 2)
+    assert rivals.compare(texts, 13)[1]["p"].isna().all()
+
+
 def test_the_figure_has_a_curve_for_every_family(monkeypatch):
     """From no bias, at cost 1, on; no family lacks a mark of its own."""
     monkeypatch.syspath_prepend(ROOT / "figures")
