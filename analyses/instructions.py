@@ -4,7 +4,6 @@
     cd chats; lapa2 sweep figures/instructions/GRID --out run      # GRID by its path
     python analyses/instructions.py judge chats/run --out figures/instructions
     python analyses/instructions.py heads --out figures/instructions
-    python analyses/instructions.py cross chats/run --strength 0.5 --out figures/instructions
 
 `write` makes what the grids read: conversations and tasks. A conversation is a prompt of many
 lines: the system message, then the user's, one a turn. The questions rotate over the turns (a Latin
@@ -34,7 +33,7 @@ round that is not in the run stay), adherence.csv and kinds.csv the means by arm
 fall from the first turn to the last. equal.csv compares the ways with LaPA2 in all heads at 1.1
 and 1.25 times the cost of no bias, with Holm's correction over all tests of a measure, and the
 message in every user turn with LaPA2 at the cost that it has itself. arms.csv has every arm minus
-no bias.
+no bias, read.csv ten conversations of every arm.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ from instruction_judges import judged
 from rivals import with_earlier
 from torch.nn.utils.rnn import pad_sequence
 
-from lapa2_interp import generate, load_model
+from lapa2_interp import load_model
 from lapa2_interp._util.errors import DataError
 from lapa2_interp._util.files import write_text
 from lapa2_interp._util.parsing import parse_toml, read_text
@@ -243,56 +242,6 @@ def costs(answers: pd.DataFrame) -> pd.Series:
     return answers["nll"] - answers["kind"].map(plain)
 
 
-def crossed(folder: Path, parts: Mapping[str, Any], alpha: float) -> pd.DataFrame:
-    """Mean adherence above chance of the last answer, by history and bias."""
-    run = load_run(folder, earlier=True)
-    texts = run.texts(list(run.finished)).join(families(run), on="cell")
-    texts["top_k"] = [run.by_key[key].top_k for key in texts["cell"]]
-    chats = texts[texts["family"].isin([BASELINE, REFERENCE])]
-    model = load_model(MODEL, dtype="float32", model_class="TransformersModel")
-    bias = f"{REFERENCE}:alpha={alpha:g}"
-    rows = []
-    histories = chats[chats["strength"].isin([0.0, alpha])]
-    histories = histories[~histories["prompt"].str.startswith(parts["neutral"])]
-    grouped = histories.groupby(["family", "prompt", "sample"], sort=False)
-    with progress_bar(len(grouped), "histories", "chat") as bar:
-        for (history, script, _), of in grouped:
-            message, *questions = str(script).splitlines()
-            answers = of.sort_values("turn")["continuation"].tolist()
-            form = ChatForm(
-                messages=({"role": "system", "content": message},),
-                later=tuple(questions[1:]),
-            )
-            first = {"role": "user", "content": questions[0]}
-            opened = form.model_copy(update={"messages": (*form.messages, first)})
-            said = opened.messages_after(answers[:-1])
-            said[0]["content"], said[-1]["content"] = "{prefix}", "{prompt}"
-            task = Task(
-                name="history",
-                length_counts_prompt=False,
-                attributes={"message": Attribute(prefix=message)},
-                prompts=Prompts(texts=(questions[-1],)),
-                chat=ChatForm(messages=tuple(said)),
-            )
-            made = generate(
-                model, questions[-1], method="chat", task=task, augmentation=["none", bias],
-                length=48, top_k=int(of["top_k"].iloc[0]), eos="stop", trace="none",
-            ).texts()  # fmt: skip
-            for arm, answer in zip(made["arm"], made["continuation"], strict=True):
-                facts = {"prompt": script, "turn": len(questions), "top_k": of["top_k"].iloc[0]}
-                rows.append({"history": history, "answer": arm, "continuation": answer} | facts)
-            bar.update(1)
-    neutral = texts[texts["prompt"].str.startswith(parts["neutral"])]
-    both = pd.concat([pd.DataFrame(rows), neutral], ignore_index=True)
-    answers = judged_answers(both, parts["message"], parts["neutral"])
-    return pd.DataFrame(
-        [
-            {"history": history, "answer": arm} | interval(of, "above")
-            for (history, arm), of in answers.groupby(["history", "answer"], sort=False)
-        ]
-    )
-
-
 def families(run: Run) -> pd.DataFrame:
     """By cell, the name of its way to steer and its strength."""
     names = name_families(cell.active_augmentations for cell in run.by_key.values())
@@ -376,14 +325,13 @@ def choose_heads(model: Model, messages: Sequence[Mapping], questions: Sequence[
 
 
 def main() -> None:
-    """Write the conversations, judge the answers, choose heads, or exchange histories."""
+    """Write the conversations, judge the answers, or choose heads."""
     parser = ScriptOptions("Does an instruction hold?")
-    parser.add_argument("do", choices=("write", "judge", "heads", "cross"))
+    parser.add_argument("do", choices=("write", "judge", "heads"))
     parser.add_argument("run", type=Path, nargs="?", help="the run that is judged")
     parser.add_argument("--set", nargs="+", default=list(SETS), choices=SETS)
     parser.add_argument("--turns", type=whole_number(), default=8)
     parser.add_argument("--round", type=int, choices=(1, 2), help="half of the rotations")
-    parser.add_argument("--strength", type=float, default=0.5, help="alpha of cross")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     parts = benchmark()
@@ -408,13 +356,16 @@ def main() -> None:
         write_text(options.out / "shared.csv", as_csv(shared_heads(model, selection), 5))
         return
     if options.run is None:
-        parser.error(f"{options.do} needs the folder of a run")
-    if options.do == "cross":
-        table = crossed(options.run, parts, options.strength)
-        write_text(options.out / "cross.csv", as_csv(table, 5))
-        print(as_text(table, ".2f"))
-        return
-    answers = with_earlier(read_answers(options.run, parts), options.out / "answers.parquet")
+        parser.error("judge needs the folder of a run")
+    run = load_run(options.run, earlier=True)  # of both rounds
+    texts = run.texts(list(run.finished)).join(families(run), on="cell")
+    texts["top_k"] = [run.by_key[key].top_k for key in texts["cell"]]
+    if "turn" not in texts:
+        texts["turn"] = 1
+    answers = judged_answers(texts, parts["message"], parts["neutral"])
+    write_text(options.out / "read.csv", as_csv(some_conversations(answers), 3))
+    answers = read_answers(answers, parts, options.run / "scores" / "nll.csv")
+    answers = with_earlier(answers, options.out / "answers.parquet")
     answers["ln cost"] = costs(answers)
     by = ["family", "strength", "top_k"]
     for name, columns in (("adherence", by), ("kinds", [*by, "kind"])):
@@ -433,22 +384,22 @@ def main() -> None:
     print(as_text(equal[equal["metric"].isin(["turn 8", "fall"])], ".2f"))
 
 
-def read_answers(folder: Path, parts: Mapping[str, Any]) -> pd.DataFrame:
-    """The judged answers of a run, without their texts."""
-    run = load_run(folder, earlier=True)  # of both rounds
-    texts = run.texts(list(run.finished))
-    if "turn" not in texts:
-        texts["turn"] = 1
-    texts["top_k"] = [run.by_key[key].top_k for key in texts["cell"]]
-    texts = texts.join(families(run), on="cell")
-    answers = judged_answers(texts, parts["message"], parts["neutral"])
+def some_conversations(answers: pd.DataFrame) -> pd.DataFrame:
+    """Ten conversations of every arm, of different messages."""
+    asked = answers.groupby("message", sort=False)["prompt"].unique()
+    scripts = [scripts[i % len(scripts)] for i, scripts in enumerate(asked)][:10]
+    names = ["family", "strength", "message", "turn", "question", "continuation", "adherence"]
+    return answers.loc[answers["prompt"].isin(scripts), names]
+
+
+def read_answers(answers: pd.DataFrame, parts: Mapping[str, Any], file: Path) -> pd.DataFrame:
+    """The answers with cost and relevance, without their texts; a file keeps what is read."""
     read = answers["turn"].isin(READ)
-    model = load_model(run.cells["model"].iloc[0], dtype="float32", model_class="TransformersModel")
+    model = load_model(answers["model"].iloc[0], dtype="float32", model_class="TransformersModel")
     opposite = {
         asked: parts["questions"][(i + 4) % 8] for i, asked in enumerate(parts["questions"])
     }
     answers["other"] = answers["question"].map(opposite)
-    file = folder / "scores" / "nll.csv"
     answers.loc[read, "nll"] = nll(model, answers[read], file=file)
     elsewhere = np.array(nll(model, answers[read], "other", file))
     own = answers.loc[read, "nll"]

@@ -7,13 +7,16 @@ import json
 import sys
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
 import pytest
 import torch
 
-from lapa2_interp import load_model
+from lapa2_interp import Layout, generate, load_model
+from lapa2_interp._util.errors import DataError
+from lapa2_interp.circuits import span_effect
 from lapa2_interp.methods import load_task
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "analyses"))
@@ -232,3 +235,74 @@ def test_ways_are_compared_at_equal_cost():
     late = plain.loc["rival", 2.0, "turn 8"]
     assert late[["difference", "low", "high"]].to_list() == pytest.approx([0.4] * 3)
     assert late["ratio"] == pytest.approx(np.exp(0.2))
+
+
+def test_effects_are_those_of_each_answer_in_its_chat(tmp_path, monkeypatch):
+    """The effect of the second answer, read again from the chat's whole beginning as one prompt."""
+    why = import_module("instructions_why")
+    message = "You are a sailor. Speak of the sea."
+    scripts = [f"{message}\nWho are you?\nWhat do you like?"]
+    for name, text in script.tasks(PARTS["neutral"], 2):
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    model = load_model("smollm2-135m", dtype="float32", model_class="TransformersModel")
+    run = generate(
+        model, scripts, method="chat", parameters={"keep_turns": True}, length=6, top_k=20,
+        task=load_task(tmp_path / "system.toml"), augmentation=["none", "lapa2:alpha=0.5"],
+        trace="pooled", eos="stop", dtype="float32",
+    )  # fmt: skip
+    texts = run.texts().join(script.families(run), on="cell").assign(top_k=20)
+    monkeypatch.setattr(why, "ARMS", why.ARMS[:2])
+    rows = why.effects(run, texts)
+    assert rows["family"].tolist() == ["baseline"] * 2 + ["lapa2"] * 2
+    first, last = texts[texts["family"] == "baseline"].itertuples()
+    chat = [
+        {"role": "system", "content": message},
+        {"role": "user", "content": "Who are you?"},
+        {"role": "assistant", "content": first.continuation},
+        {"role": "user", "content": "What do you like?"},
+    ]
+    layout = Layout.of_chat(model.tokenizer, chat, span="system")
+    assert list(layout.ids) == list(last.context)
+    alone = 1000 * span_effect(model, layout, last.tokens).mean()
+    assert rows["js"][1] == pytest.approx(alone, rel=1e-4)
+    assert rows["js"].min() > 1e-4
+    traced = run.trace(texts["cell"][0])["prefix"][0, 1].mean()
+    assert rows["attention"][1] == pytest.approx(float(traced))
+    monkeypatch.setattr(why, "ARMS", (("caa", 1.0),))
+    with pytest.raises(DataError, match="the run lacks caa 1"):
+        why.effects(run, texts)
+
+
+def test_histories_are_exchanged(monkeypatch):
+    """Every history is answered without and with the bias, after the earlier answers."""
+    why = import_module("instructions_why")
+    message = next(m["text"] for m in PARTS["message"] if m["kind"] == "persona and topic")
+    asked = "\nWho are you?\nWhat do you like?"
+    texts = pd.DataFrame(
+        [
+            {"family": family, "strength": alpha, "prompt": start + asked, "sample": 0}
+            | {"turn": turn, "continuation": f"{family} {turn}", "top_k": 20}
+            for family, alpha, start in (
+                ("baseline", 0.0, message), ("lapa2", 0.5, message), ("baseline", 0.0, PARTS["neutral"])
+            )
+            for turn in (1, 2)
+        ]
+    )  # fmt: skip
+    read = []
+
+    def generated(model, prompt, task, augmentation, **settings):
+        read.append((prompt, [turn["content"] for turn in task.chat.messages]))
+        made = pd.DataFrame({"arm": ["baseline", "lapa2"], "continuation": ["The sea.", "No."]})
+        return SimpleNamespace(texts=lambda: made)
+
+    monkeypatch.setattr(why, "generate", generated)
+    monkeypatch.setattr(why, "load_model", lambda *_, **__: None)
+    table = why.crossed(texts, PARTS, 0.5)
+    said = ["{prefix}", "Who are you?"]
+    assert read == [
+        ("What do you like?", [*said, "baseline 1", "{prompt}"]),
+        ("What do you like?", [*said, "lapa2 1", "{prompt}"]),
+    ]
+    assert table[["history", "answer"]].to_numpy().tolist() == [
+        [history, arm] for history in ("baseline", "lapa2") for arm in ("baseline", "lapa2")
+    ]

@@ -78,6 +78,7 @@ TOOLS = (
     "head_paths",
     "instruction_judges",
     "instructions",
+    "instructions_why",
     "labels",
     "lex_and_accuracy",
     "naive_bayes",
