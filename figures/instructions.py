@@ -1,5 +1,7 @@
-"""Figure instructions: does a message hold over the turns of a chat? (adherence.csv of
-analyses/instructions.py)"""
+"""Figures instructions: does a message hold over the turns of a chat, and why not?
+
+adherence.csv is of analyses/instructions.py, effect.csv and cross.csv of instructions_why.py.
+"""
 
 from pathlib import Path
 
@@ -23,6 +25,7 @@ NAMES = {
     "message in every user turn": "message in every user turn",
     "message in the first user turn": "message in the first user turn",
 }
+EFFECTS = {"attention": "attention on the message", "js": "effect (js), 1/1000 nats"}
 LIMIT = 1.25
 """Largest cost of the strengths in the left panel."""
 
@@ -66,6 +69,31 @@ def draw(table: pd.DataFrame) -> Figure:
     return figure
 
 
+def draw_why(effect: pd.DataFrame, cross: pd.DataFrame) -> Figure:
+    """Left and middle: attention on the message and its effect by turn. Right: adherence at the
+    last turn after each history, answered without and with the bias. Lines: 95 % intervals."""
+    figure = new_figure(7.4, 2.8)
+    panels = figure.subplots(1, 3)
+    for axes, (measure, words) in zip(panels, EFFECTS.items(), strict=False):
+        rows = effect[effect["measure"] == measure]
+        for i, (family, own) in enumerate(rows.groupby("family", sort=False)):
+            axes.plot(
+                own["turn"], own["mean"], marker="o", ms=3, lw=1.2, color=COLOURS[i],
+                label=NAMES[family],
+            )  # fmt: skip
+            axes.vlines(own["turn"], own["low"], own["high"], color=COLOURS[i], lw=0.7)
+        axes.set_yscale("log")
+        plain_axes(axes, "turn", words)
+    for i, (answer, own) in enumerate(cross.groupby("answer", sort=False)):
+        at = np.arange(len(own)) + 0.3 * (i - 0.5)
+        panels[2].bar(at, own["mean"], 0.26, color=COLOURS[i], label=f"answered: {NAMES[answer]}")
+        panels[2].vlines(at, own["low"], own["high"], color="0.15", lw=1.2)
+    panels[2].set_xticks(range(2), [NAMES[name] for name in cross["history"].unique()])
+    plain_axes(panels[2], "earlier answers by", "adherence above chance")
+    legend_below(figure, [("", panels[0], effect)], 3)
+    return figure
+
+
 if __name__ == "__main__":
     parser = ScriptOptions("Figure instructions")
     parser.add_argument(
@@ -73,3 +101,6 @@ if __name__ == "__main__":
     )
     folder = parser.parse_args().folder
     draw(pd.read_csv(folder / "adherence.csv")).savefig(folder / "instructions.png", dpi=200)
+    if (folder / "cross.csv").exists():
+        effect, cross = (pd.read_csv(folder / f"{name}.csv") for name in ("effect", "cross"))
+        draw_why(effect, cross).savefig(folder / "why.png", dpi=200)
