@@ -1,8 +1,9 @@
 # %% [markdown]
 # # Are the chosen heads a circuit?
 #
-# F(S) is lex, the preference for the attribute's words, where only the heads S see the prefix; M is
-# all heads, C those of a card of `lapa2 select`. On prompts that chose no head:
+# F(S) is lex, the preference for the attribute's words, where only the heads S see the prefix (or
+# js, the effect on the next token, `--metric js`); M is all heads, C those of a card of `lapa2
+# select`. On prompts that chose no head:
 #
 # - faithfulness: F(C) / F(M), for the best n heads, from none to all, and the area between this
 #   curve and 1;
@@ -11,7 +12,8 @@
 # - minimality: for each head of C, the largest |F(C without K) - F(C without K and it)| over
 #   random K: small if the head adds nothing.
 #
-# The K of the largest value is found on one half of the prompts and judged on the other.
+# The K of the largest value is found on one half of the prompts and judged on the other; with
+# `--further N` completeness is judged on N prompts more instead.
 #
 #     lapa2 select smollm2-135m --task sentiment --score slope --heads 24 --out sentiment.json
 #     python analyses/circuit_criteria.py sentiment.json --task sentiment --prompts neutral.txt \
@@ -40,6 +42,8 @@ parser.add_argument("card", type=Path, help="a card of `lapa2 select`")
 parser.add_argument("--task", required=True, help="a built-in task, or a task file")
 parser.add_argument("--prompts", type=Path, required=True, help="prompts that chose no head")
 parser.add_argument("--n", type=int, default=32, help="prompts that are read")
+parser.add_argument("--further", type=int, default=0, help="prompts that judge completeness")
+parser.add_argument("--metric", choices=("lex", "js"), default="lex", help="what F is")
 parser.add_argument("--tokens", type=int, default=32, help="tokens of a text")
 parser.add_argument("--random", type=int, default=20, help="random subsets K; orders: a quarter")
 parser.add_argument("--greedy", type=int, default=8, help="heads of the greedy K")
@@ -48,13 +52,13 @@ options = parser.parse_args()
 card = Selection.load(options.card)
 model = load_model(card.model)
 card.check(model)
-prompts = read_prompts(options.prompts)[: options.n]
+prompts = read_prompts(options.prompts)[: options.n + options.further]
 if used := set(prompts) & set(card.prompts):
     raise CircuitError(f"the prompt {min(used)!r} chose the card; give --prompts others")
 every, chosen = all_heads(model), card.heads
-asked = ContrastSet.of(model, options.task, prompts=prompts, tokens=options.tokens)
-if "lex" not in asked.metrics:
-    raise CircuitError(f"task {options.task} has no words for lex; use sentiment or topic")
+asked = ContrastSet.of(model, options.task, prompts=prompts[: options.n], tokens=options.tokens)
+if options.metric not in asked.metrics:
+    raise CircuitError(f"task {options.task} has no words for lex; give --metric js")
 rng = np.random.default_rng(0)
 
 
@@ -65,7 +69,7 @@ def control(contrast_set: ContrastSet, sets: list) -> np.ndarray:
         for i, heads in enumerate(sets)
     ]
     hidden = [unit for unit in units if unit.heads]
-    table = knock_out(model, contrast_set, units=hidden, metric="lex", other_metrics=())
+    table = knock_out(model, contrast_set, units=hidden, metric=options.metric, other_metrics=())
     left = iter((table.total[:, None] - table.values).T)
     return np.array(
         [contrast_set.by_prompt(next(left) if unit.heads else table.total) for unit in units]
@@ -115,7 +119,7 @@ for kind, of_kind in orders.items():
     for n, by_prompt in zip(sizes, controls.mean(0), strict=True):
         share, low, high = share_interval(by_prompt[:, None], everything)
         rows.append(
-            {"order": kind, "heads": n, "lex": by_prompt.mean(), "share": share[0]}
+            {"order": kind, "heads": n, options.metric: by_prompt.mean(), "share": share[0]}
             | {"low": low[0], "high": high[0], "prompts": len(by_prompt)}
         )
     gap = np.abs(controls.mean(2) / everything.mean() - 1)  # order size
@@ -138,7 +142,7 @@ ticks = [n for n in sizes if n in (0, 1, 2, 4, 8, 16, 32, 64, len(every))]
 axes.set_xticks(ticks, [str(n) for n in ticks])
 axes.minorticks_off()
 figure.legend(loc="outside upper left", fontsize=8, frameon=False)
-plain_axes(axes, "heads that see the prefix", "F(C) / F(M), lex")
+plain_axes(axes, "heads that see the prefix", f"F(C) / F(M), {options.metric}")
 figure.savefig(options.out / "faithfulness.png")
 
 # %% [markdown]
@@ -170,8 +174,12 @@ for _ in range(min(options.greedy, len(chosen))):
     greedy = candidates[int(mean_gaps.argmax())]
 mean_gaps = np.abs(gaps(finding, drawn).mean(1))
 kinds = {"none": (), "greedy": greedy, "worst of random": drawn[int(mean_gaps.argmax())]}
-judged = gaps(judging, list(kinds.values()))
-everything, _ = control(judging, [every, ()])
+further = judging
+if options.further:
+    beyond = prompts[options.n :]
+    further = ContrastSet.of(model, options.task, prompts=beyond, tokens=options.tokens)
+judged = gaps(further, list(kinds.values()))
+everything, _ = control(further, [every, ()])
 rows = []
 for (kind, subset), by_prompt in zip(kinds.items(), judged, strict=True):
     share, low, high = share_interval(by_prompt[:, None], everything)
@@ -188,6 +196,7 @@ write_text(options.out / "completeness.csv", as_csv(completeness))
 # ## Minimality
 
 # %%
+everything, _ = control(judging, [every, ()])
 subsets = [(), *drawn]
 pairs = [(k, head) for k, subset in enumerate(subsets) for head in chosen if head not in subset]
 sets = [without(chosen, *subset) for subset in subsets]

@@ -28,6 +28,7 @@ def tables(tmp_path_factory):
     card.save(folder / "card.json")
     (folder / "prompts.txt").write_text("\n".join(PROMPTS))
     settings = {"task": "sentiment", "prompts": folder / "prompts.txt", "tokens": 6, "random": 4}
+    settings |= {"n": 4, "further": 2}
     options = [f"--{name}={value}" for name, value in settings.items()]
     script("analyses", "circuit_criteria", folder / "card.json", "--out", folder, *options)
     assert (folder / "faithfulness.png").is_file()
@@ -45,7 +46,7 @@ def lex(model, asked, heads):
 
 def test_faithfulness_is_lex_of_these_heads_alone(tables):
     model, card, frames = tables
-    asked = ContrastSet.of(model, "sentiment", prompts=PROMPTS, tokens=6)
+    asked = ContrastSet.of(model, "sentiment", prompts=PROMPTS[:4], tokens=6)
     table = frames["faithfulness"].query("order == 'by slope'").set_index("heads")
     control = lex(model, asked, all_heads(model)).sum()
     for n in (1, 2):
@@ -60,18 +61,22 @@ def test_faithfulness_is_lex_of_these_heads_alone(tables):
 
 def test_completeness_and_minimality_are_judged_on_other_prompts(tables):
     model, card, frames = tables
-    judging = ContrastSet.of(model, "sentiment", prompts=PROMPTS, tokens=6)
-    judging = type(judging)(judging.examples[1::2], judging.words)
-    control = lex(model, judging, all_heads(model)).sum()
+    further, asked = (
+        ContrastSet.of(model, "sentiment", prompts=prompts, tokens=6)
+        for prompts in (PROMPTS[4:], PROMPTS[:4])
+    )
+    control = lex(model, further, all_heads(model)).sum()
     for row in frames["completeness"].to_dict("records"):
         left_out = str(row["which"]).split() if row["heads"] else []
         subset = [tuple(map(int, head.split("."))) for head in left_out]
         of_c, of_m = (
-            lex(model, judging, tuple(head for head in heads if head not in subset)).sum()
+            lex(model, further, tuple(head for head in heads if head not in subset)).sum()
             for heads in (card.heads, all_heads(model))
         )
         assert row["share"] == pytest.approx((of_c - of_m) / control, abs=1e-4)
-        assert row["prompts"] == 3
+        assert row["prompts"] == 2
+    judging = type(asked)(asked.examples[1::2], asked.words)
+    control = lex(model, judging, all_heads(model)).sum()
     # With two heads, a K of the minimality of one holds nothing or the other head.
     for row in frames["minimality"].to_dict("records"):
         head = (row["layer"], row["head"])
