@@ -152,7 +152,8 @@ def grid(model: Model, card: Selection, prompts: Sequence[str]) -> str:
         ]
         for name, recipes in arms.items():
             recipe = recipes[third % len(recipes)]
-            lines.append(f'    {{ recipe = "{recipe}", label = "{name}" }},')
+            label = f"{name} {third + 1}" if len(recipes) > 1 else name
+            lines.append(f'    {{ recipe = "{recipe}", label = "{label}" }},')
         lines.append("]")
     return "\n".join(lines) + "\n"
 
@@ -166,6 +167,7 @@ def judge(folder: Path, out: Path) -> None:
     """Score the texts, and compare the sets."""
     run = load_run(folder)
     texts = run.texts(list(run.finished))
+    texts["arm"] = texts["arm"].str.replace(r" [1-3]$", "", regex=True)  # draws of random heads
     hidden = hidden_words("sentiment")
     masked = texts.assign(text=[hidden.sub(MASK, text) for text in texts["text"]])
     options = ScorerOptions(task="sentiment")

@@ -39,15 +39,15 @@ def test_every_set_of_the_grid_gives_the_prefix_the_same_attention(script, monke
     ]
     contrast_set = ContrastSet.of_examples(*texts[0], *texts[1])
     shares, drawn = [], set()
-    for block in blocks:
+    for third, block in enumerate(blocks, 1):
         recipes = {arm["label"]: arm["recipe"] for arm in block["augmentation"]}
         assert recipes.pop("no bias") == "none"
         arms = {label: parse_recipes(recipe) for label, recipe in recipes.items()}
         shares += [mean_prefix_attention(model, contrast_set, rules) for rules in arms.values()]
-        (free,) = arms["random, no opposers"]
+        (free,) = arms[f"random, no opposers {third}"]
         assert not set(free.heads) & {*card.heads, *card.suppressors}
-        assert not set(arms["random"][0].heads) & set(card.heads)
-        drawn.add(arms["random"][0].heads)
+        drawn.add(heads := arms[f"random {third}"][0].heads)
+        assert not set(heads) & set(card.heads)
         up, down = arms[script.DOWN]
         assert (up.heads, down.heads) == (
             tuple(sorted(card.heads)),
