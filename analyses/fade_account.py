@@ -14,16 +14,18 @@ Repeat it after a stop, and it resumes. Parts (--parts):
 - gemma: Gemma 3 270M (--gemma FOLDER), 32 prompts, 64 and 256 tokens.
 
 Into --out go account.csv with the shares, fades.csv with the values near and far, prompts.parquet
-with the value of every prompt in every state, and account.png.
+with the value of every prompt in every state, and account.png. Beside attention, fades.csv has its
+multiple of l_pre / l, what equal scores give (Proposition 1; l without BOS).
 """
 
 from __future__ import annotations
 
 import json
 import lzma
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 
 from lapa2_interp import load_model
@@ -32,10 +34,18 @@ from lapa2_interp._util.parsing import read_text
 from lapa2_interp._util.table_formats import as_csv, as_text
 from lapa2_interp.circuits.contrast_set import ContrastSet
 from lapa2_interp.circuits.examples import RAW, write_texts
-from lapa2_interp.circuits.fade_account import FadeAccount, account_for_fading
+from lapa2_interp.circuits.fade_account import (
+    ATTENTION,
+    FAR,
+    STATES,
+    FadeAccount,
+    account_for_fading,
+)
+from lapa2_interp.circuits.fading import NEAR
 from lapa2_interp.methods.registry import load_task
 from lapa2_interp.models.card import Model
 from lapa2_interp.paper.scripts import ScriptOptions
+from lapa2_interp.stats import bounds
 from lapa2_interp.tasks.task import Attribute, Task
 
 TOKENS, MIDDLE = 32, 256
@@ -136,7 +146,8 @@ def fillers(model: Model, name: str, kind: str, task: Task, prompts: list[str], 
 
 def add(part: str, account: FadeAccount, out: Path) -> None:
     """Write a part's rows after those of the others, and the figure of `full`."""
-    for file, rows in (("account.csv", account.frame()), ("fades.csv", account.fades())):
+    fades = pd.concat([account.fades(), pd.DataFrame(of_equal_scores(account))])
+    for file, rows in (("account.csv", account.frame()), ("fades.csv", fades)):
         write_text(out / file, as_csv(_beside(part, rows, out / file), 5))
     with atomic_write(out / "prompts.parquet") as fresh:
         rows = _beside(part, account.by_prompt(), out / "prompts.parquet")
@@ -145,6 +156,25 @@ def add(part: str, account: FadeAccount, out: Path) -> None:
         account.plot().savefig(out / "account.png", dpi=200)
     shown = account.frame().pivot(index="name", columns=["measure", "filler"], values="share")
     print(f"{part}\n{as_text(shown.reset_index(), '.2f')}")
+
+
+def of_equal_scores(account: FadeAccount) -> Iterator[dict[str, object]]:
+    """The attention as a multiple of l_pre / l, near and far, by filler length."""
+    examples = account.contrast_set.examples
+    for filler in dict.fromkeys(length for length, _ in account.groups):
+        row: dict[str, object] = {"filler": filler, "measure": "of equal scores"}
+        for name, state, more in (("near", STATES[0], NEAR), ("far", FAR, filler)):
+            attention = account.values[filler, ATTENTION, state]
+            # The first scored query is the last token of the filler.
+            steps = np.arange(more, more + account.tokens)
+            equal = [
+                np.mean([layout.prefix.size / (len(layout) - layout.bos.size + steps)])
+                for layout in (example.layouts[0] for example in examples)
+            ]
+            ratio = account.contrast_set.by_prompt(attention / np.array(equal))
+            row |= {name: ratio.mean()}
+            row |= dict(zip((f"{name}_low", f"{name}_high"), bounds(ratio), strict=True))
+        yield row | {"prompts": len(ratio)}
 
 
 def _beside(part: str, rows: pd.DataFrame, file: Path) -> pd.DataFrame:

@@ -4,7 +4,9 @@ orders, and planted causes that are found."""
 from __future__ import annotations
 
 import json
+from importlib import import_module
 from itertools import permutations
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -31,6 +33,7 @@ from lapa2_interp.models.load import _make_bridge, load_tokenizer
 from lapa2_interp.models.planted import ASK, D_HEAD, FILLERS, NEGATIVE, POSITIVE, WIDTH
 from tests.conftest import fresh, load
 
+ROOT = Path(__file__).resolve().parents[2]
 PROMPTS = ("The lake", "The road", "The book", "The city", "The horse", "The movie", "The pizza")
 TOKENS, FILLER = 3, 40
 
@@ -249,6 +252,28 @@ def test_tables_and_figure_have_all_lengths_and_measures(tmp_path):
     assert len(rows) == len(PROMPTS) * 6 * (len(STATES) + 7)
     account.plot().savefig(tmp_path / "account.png")
     assert (tmp_path / "account.png").stat().st_size > 10_000
+
+
+def test_attention_is_told_as_a_multiple_of_equal_scores(monkeypatch):
+    """All scores equal: l_pre / (l + 1), BOS being a key, too, for l_pre / l."""
+    monkeypatch.syspath_prepend(ROOT / "analyses")
+    script = import_module("fade_account")
+    model = fresh("planted", model_class="TransformersModel")
+    with torch.no_grad():
+        for layer in network_of(model).model.layers:
+            layer.self_attn.q_proj.weight.zero_()
+    texts = contrast(model)
+    account = account_for_fading(model, texts, filler=(8, FILLER), tokens=TOKENS)
+    rows = list(script.of_equal_scores(account))
+    assert [row["filler"] for row in rows] == [8, FILLER]
+    for row in rows:
+        for name, more in (("near", 1), ("far", row["filler"])):
+            ratios = []
+            for example in texts.examples:
+                l = len(example.layouts[0].ids) - 1 + more + np.arange(TOKENS)
+                ratios.append((1 / (l + 1)).mean() / (1 / l).mean())
+            assert row[name] == pytest.approx(np.mean(ratios), rel=1e-4)
+            assert row[f"{name}_low"] <= row[name] <= row[f"{name}_high"]
 
 
 def bloom():
