@@ -179,7 +179,7 @@ class FadeAccount:
                 rows = table[(table["measure"] == measure) & (table["name"] == factor)]
                 rows = rows.sort_values("filler")
                 at = np.arange(len(lengths)) + 0.2 * (number - 1.5)
-                colour = COLOURS[number]
+                colour = COLOURS[number + 1]  # the first is black, as the intervals are
                 axes.bar(at, rows["share"], 0.18, color=colour, label=WORDS[factor])
                 axes.vlines(at, rows["low"], rows["high"], color="0.15", lw=1.4)
                 axes.vlines(at, rows["least"], rows["most"], color="0.15", lw=0.5)
