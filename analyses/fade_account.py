@@ -148,7 +148,7 @@ def add(part: str, account: FadeAccount, out: Path) -> None:
     """Write a part's rows after those of the others, and the figure of `full`."""
     fades = pd.concat([account.fades(), pd.DataFrame(of_equal_scores(account))])
     for file, rows in (("account.csv", account.frame()), ("fades.csv", fades)):
-        write_text(out / file, as_csv(_beside(part, rows, out / file), 5))
+        write_text(out / file, as_csv(_beside(part, rows, out / file), 7))
     with atomic_write(out / "prompts.parquet") as fresh:
         rows = _beside(part, account.by_prompt(), out / "prompts.parquet")
         rows.to_parquet(fresh, index=False, compression="zstd")

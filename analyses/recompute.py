@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import permutations
 from pathlib import Path
 
 import numpy as np
@@ -220,6 +221,34 @@ def fade() -> Iterator[Headline]:
             )
 
 
+def causes() -> Iterator[Headline]:
+    """Shares of the fade of lex by cause: means over all orders of undoing them."""
+    factors = ("distance", "keys", "content", "relay")
+
+    def share(filler: int, cause: str) -> Values:
+        values = rows(
+            "fading/account/prompts.parquet", part="full", measure="lex", filler=filler
+        ).pivot(index="prompt", columns="state", values="value")
+
+        def lex(far: tuple[str, ...]) -> np.ndarray:
+            name = "+".join(name for name in factors if name in far)
+            return values[name or "near"].to_numpy()
+
+        orders = [order[: order.index(cause) + 1] for order in permutations(factors)]
+        lost = np.mean([lex(order[:-1]) - lex(order) for order in orders], axis=0)
+        return ratio(lost, lex(()) - lex(factors), 2000)
+
+    for filler in (64, 256, 1024):
+        for cause in factors:
+            yield Headline(
+                f"fade after {filler} tokens, {cause}",
+                "fading/account/account.csv",
+                {"part": "full", "measure": "lex", "filler": filler, "name": cause},
+                ("share", "low", "high"),
+                lambda filler=filler, cause=cause: share(filler, cause),
+            )
+
+
 def labels(folder: str = "labels") -> Iterator[Headline]:
     """The arms of a folder's texts.parquet."""
     group, first = ["part", "task", "method"], first_runs()
@@ -374,7 +403,7 @@ SECOND = {
 """Of a task, the column variant in the tables of analyses/second_opinion.py."""
 
 
-GROUPS = (steering, fade, labels, repeated, order, chats)
+GROUPS = (steering, fade, causes, labels, repeated, order, chats)
 
 
 def main() -> int:
