@@ -46,6 +46,7 @@ from lapa2_interp.circuits.prefix_attention import (
 from lapa2_interp.circuits.selection import random_heads
 from lapa2_interp.circuits.units import all_heads
 from lapa2_interp.models.card import Model
+from lapa2_interp.paper.equal_perplexity import BASELINE
 from lapa2_interp.paper.scripts import ScriptOptions
 from lapa2_interp.runs.run import load_run
 from lapa2_interp.scoring.echo import MASK
@@ -167,7 +168,8 @@ def judge(folder: Path, out: Path) -> None:
     """Score the texts, and compare the sets."""
     run = load_run(folder)
     texts = run.texts(list(run.finished))
-    texts["arm"] = texts["arm"].str.replace(r" [1-3]$", "", regex=True)  # draws of random heads
+    arms = texts["arm"].str.replace(r" [1-3]$", "", regex=True)  # draws of random heads
+    texts["arm"] = arms.replace(BASELINE, "no bias")
     hidden = hidden_words("sentiment")
     masked = texts.assign(text=[hidden.sub(MASK, text) for text in texts["text"]])
     options = ScorerOptions(task="sentiment")
