@@ -268,7 +268,7 @@ def test_the_scripts_are_all_of_reproduce():
         "rivals",
         "where",
         "instructions",
-        "heads",
+        "equal_attention",
     }
 
 

@@ -1,4 +1,4 @@
-"""Figure heads: accuracy of sets of heads with equal attention on the prefix (arms.csv of
+"""Figure equal attention: accuracy of sets of heads with equal attention on the prefix (arms.csv of
 analyses/equal_attention.py)."""
 
 from pathlib import Path
@@ -40,7 +40,7 @@ def draw(arms: pd.DataFrame) -> Figure:
 
 
 if __name__ == "__main__":
-    parser = ScriptOptions("Figure heads")
+    parser = ScriptOptions("Figure equal attention")
     parser.add_argument("folder", type=Path, nargs="?", default=Path(__file__).parent / "heads")
     folder = parser.parse_args().folder
     draw(pd.read_csv(folder / "arms.csv")).savefig(folder / "heads.png", dpi=200)
