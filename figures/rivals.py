@@ -17,6 +17,7 @@ NAMES = {
     "head-selective, opposing down": "24 heads, opposing down",
     "key-scale": "scores multiplied",
     "caa, layer 20": "activation addition",
+    "caa, layer 25": "activation addition, layer 25",
     "reminder": "prefix read again",
     "temperature": "temperature 0.8",
     "temperature 0.8": "24 heads, temperature 0.8",
