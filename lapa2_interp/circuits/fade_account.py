@@ -8,9 +8,10 @@ queries, in all heads:
                 rotary angles of near (they are read again, f - 1 positions later)
     keys        the weight that the filler takes from the prefix: undone,
                 A = P / (P + R), with it A = P / (P + R + F)
-    content     what the filler says: undone, the filler gets no weight, and
-                the rest's 1 - A goes to the other keys in proportion
-    relay       what the filler knows of the prefix: undone, it was read with the prefix hidden
+    content     what the filler says, and the weight that it takes from BOS and prompt: undone, the
+                filler gets no weight, and the rest's 1 - A goes to the other keys in proportion
+    relay       what the filler read of the prefix: undone, it was read with the prefix hidden (it
+                still reads the prompt, which has read the prefix)
 
 P, R and F are the summed weights, exp(score), of the keys of the prefix, of all others, and of the
 filler. With none of the factors the scored queries see exactly what they see near; with all of them
@@ -27,7 +28,7 @@ Beside the shares, changes of the far reading by itself:
     hold        A of every head as near; the weights within the prefix stay
     weights     the weight of every token of the prefix as near
     number      more keys undone, BOS fixed (`fading`: dilution)
-    equal       more keys undone, all scores equal (the paper)
+    equal       more keys undone by ln(l far / l near), the paper's for equal scores
     exchanged   the filler's keys and values are those of the next branch
 
 and the control near and far where prompt and filler are read with the prefix out of sight (direct).
@@ -80,9 +81,9 @@ from lapa2_interp.stats import bounds
 FACTORS = ("distance", "keys", "content", "relay")
 WORDS = {
     "distance": "distance to prefix and prompt",
-    "keys": "weight that the filler takes",
-    "content": "what the filler says",
-    "relay": "what the filler knows of the prefix",
+    "keys": "weight taken from the prefix",
+    "content": "what the filler says and displaces",
+    "relay": "what the filler read of the prefix",
 }
 """The factors in words, as figures say them."""
 EXTRAS = ("hold", "weights", "number", "equal", "exchanged", "direct near", "direct far")

@@ -73,7 +73,10 @@ def undo_keys(more: int) -> Rule:
 
 
 def undo_equal_keys(more: int) -> Rule:
-    """Undo `more` keys as if all scores were equal; l without BOS."""
+    """Undo `more` keys by the paper's ratio of lengths, l / (l - more); l without BOS.
+
+    With n keys of the prefix and equal scores, (l - n) / (l - more - n) would be exact.
+    """
 
     def rule(_layer: int, scores: LayerScores) -> Tensor:
         l = scores.l - 1
