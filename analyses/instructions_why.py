@@ -94,10 +94,10 @@ def effects(run: Run, texts: pd.DataFrame) -> pd.DataFrame:
             trace = run.trace(cell.key)
             message, question = str(of["prompt"].iloc[0]).splitlines()[:2]
             layout = chat_layout(model.tokenizer, ChatForm(messages=tuple(chat(message, question))))
-            whole = [*map(int, of["context"].iloc[-1]), *map(int, of["tokens"].iloc[-1])]
-            if tuple(whole[: len(layout)]) != tuple(layout.ids):
+            conversation = [*map(int, of["context"].iloc[-1]), *map(int, of["tokens"].iloc[-1])]
+            if tuple(conversation[: len(layout)]) != tuple(layout.ids):
                 raise DataError(f"the chat of {message!r} does not begin as the template writes it")
-            js = span_effect(model, layout, whole[len(layout) :], cell.active_augmentations)
+            js = span_effect(model, layout, conversation[len(layout) :], cell.active_augmentations)
             own = (trace["prompt_text"] == of["prompt"].iloc[0]).to_numpy()
             attention = np.nanmean(trace["prefix"][0].to_numpy()[own], axis=1)  # turn
             for i, answer in enumerate(of.itertuples()):
