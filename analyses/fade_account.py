@@ -23,6 +23,7 @@ from __future__ import annotations
 import json
 import lzma
 from collections.abc import Callable, Iterator
+from functools import cache, partial
 from pathlib import Path
 
 import numpy as np
@@ -72,10 +73,9 @@ def main() -> None:
         if part in needed and needed[part] is None:
             parser.error(f"part {part} needs --{part}")
     prompts = read_text(options.prompts).splitlines()[:64]
-    name = "smollm2-135m"
-    model = load_model(name, dtype="float32", model_class="TransformersModel")
+    loaded = cache(partial(load_model, dtype="float32", model_class="TransformersModel"))
     for part in options.parts:
-        task, lengths, some = load_task("sentiment"), (MIDDLE,), prompts
+        name, task, lengths, some = "smollm2-135m", load_task("sentiment"), (MIDDLE,), prompts
         if part == "wording":
             task = task.model_copy(
                 update={"attributes": {of: Attribute(prefix=text) for of, text in WORDING.items()}}
@@ -85,8 +85,8 @@ def main() -> None:
         if part == "full":
             lengths = FULL
         if part == "gemma":
-            model = load_model(options.gemma, dtype="float32", model_class="TransformersModel")
             name, lengths, some = "gemma", FULL[:2], prompts[:32]
+        model = loaded(options.gemma if part == "gemma" else name)
         source = next(iter(task.attributes)) if part == "on-policy" else RAW
         texts = written(model, name, task, source, some, options.work, max(lengths) + TOKENS)
         if part in OTHER_FILLERS:
