@@ -9,7 +9,7 @@ import pandas as pd
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-QUICK = ("fade", "labels", "order")
+QUICK = ("fade", "causes", "labels", "order")
 
 
 @pytest.fixture
