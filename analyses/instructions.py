@@ -258,6 +258,13 @@ def families(run: Run) -> pd.DataFrame:
     return pd.DataFrame.from_dict(placed, orient="index", columns=["family", "strength"])
 
 
+def finished_texts(run: Run) -> pd.DataFrame:
+    """The texts with family, strength, top_k and turn."""
+    texts = run.texts(list(run.finished)).join(families(run), on="cell")
+    texts["top_k"] = [run.by_key[key].top_k for key in texts["cell"]]
+    return texts if "turn" in texts else texts.assign(turn=1)
+
+
 def compared(answers: pd.DataFrame) -> tuple[pd.DataFrame, pd.DataFrame]:
     """Every way beside LaPA2 in all heads at equal cost, with Holm's correction; and every arm
     minus no bias."""
@@ -358,11 +365,7 @@ def main() -> None:
     if options.run is None:
         parser.error("judge needs the folder of a run")
     run = load_run(options.run, earlier=True)  # of both rounds
-    texts = run.texts(list(run.finished)).join(families(run), on="cell")
-    texts["top_k"] = [run.by_key[key].top_k for key in texts["cell"]]
-    if "turn" not in texts:
-        texts["turn"] = 1
-    answers = judged_answers(texts, parts["message"], parts["neutral"])
+    answers = judged_answers(finished_texts(run), parts["message"], parts["neutral"])
     write_text(options.out / "read.csv", as_csv(some_conversations(answers), 3))
     answers = read_answers(answers, parts, options.run / "scores" / "nll.csv")
     answers = with_earlier(answers, options.out / "answers.parquet")

@@ -18,12 +18,21 @@ Intervals are over messages. effects.parquet has a row an answer.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
-from instructions import MODEL, REFERENCE, benchmark, chat, families, interval, judged_answers
+from instructions import (
+    MODEL,
+    REFERENCE,
+    benchmark,
+    chat,
+    finished_texts,
+    interval,
+    judged_answers,
+)
 
 from lapa2_interp import generate, load_model
 from lapa2_interp._util.errors import DataError
@@ -51,8 +60,7 @@ def main() -> None:
     options = parser.parse_args()
     parts = benchmark()
     run = load_run(options.run, earlier=True)  # of both rounds
-    texts = run.texts(list(run.finished)).join(families(run), on="cell")
-    texts["top_k"] = [run.by_key[key].top_k for key in texts["cell"]]
+    texts = finished_texts(run)
     rows = effects(run, texts[~is_neutral(texts, parts)])
     with atomic_write(options.out / "effects.parquet") as fresh:
         rows.to_parquet(fresh, index=False, compression="zstd")
@@ -83,15 +91,16 @@ def effects(run: Run, texts: pd.DataFrame) -> pd.DataFrame:
     model = load_model(MODEL, dtype="float32", model_class="TransformersModel")
     rows = []
     of_arm = texts.groupby(["family", "strength"])
-    if lacking := [f"{family} {strength:g}" for family, strength in ARMS
-                   if (family, strength) not in of_arm.groups]:  # fmt: skip
-        raise DataError(f"the run lacks {', '.join(lacking)}; finish it")
+    if lacking := [arm for arm in ARMS if arm not in of_arm.groups]:
+        names = ", ".join(f"{family} {strength:g}" for family, strength in lacking)
+        raise DataError(f"the run lacks {names}; finish it")
+    traced = cache(run.trace)
     chats = [(arm, of) for arm in ARMS for _, of in of_arm.get_group(arm).groupby("prompt")]
     with progress_bar(len(chats), "effect", "chat") as bar:
         for (family, strength), of in chats:
             of = of.sort_values("turn")
             cell = run.by_key[of["cell"].iloc[0]]
-            trace = run.trace(cell.key)
+            trace = traced(cell.key)
             message, question = str(of["prompt"].iloc[0]).splitlines()[:2]
             layout = chat_layout(model.tokenizer, ChatForm(messages=tuple(chat(message, question))))
             conversation = [*map(int, of["context"].iloc[-1]), *map(int, of["tokens"].iloc[-1])]

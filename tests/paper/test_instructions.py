@@ -250,7 +250,7 @@ def test_effects_are_those_of_each_answer_in_its_chat(tmp_path, monkeypatch):
         task=load_task(tmp_path / "system.toml"), augmentation=["none", "lapa2:alpha=0.5"],
         trace="pooled", eos="stop", dtype="float32",
     )  # fmt: skip
-    texts = run.texts().join(script.families(run), on="cell").assign(top_k=20)
+    texts = script.finished_texts(run)
     monkeypatch.setattr(why, "ARMS", why.ARMS[:2])
     rows = why.effects(run, texts)
     assert rows["family"].tolist() == ["baseline"] * 2 + ["lapa2"] * 2
