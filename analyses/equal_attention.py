@@ -5,15 +5,15 @@
         --out card.json
     python analyses/equal_attention.py grid --card card.json --prompts bases/select-sentiment.txt \\
         --out figures/heads/sentiment.toml
-    analyses/equal_attention.sh 3
+    analyses/equal_attention.sh
     python analyses/equal_attention.py judge results/heads --out figures/heads
 
 `grid` gives every set the alpha at which texts without a bias have the mean attention on the prefix
-(over layers, heads and steps) that the 24 chosen heads give them at alpha 1. The sets: all heads;
-the 24 chosen; the 24 of largest attention; as many random heads of the same layers, none of them
-chosen (*random*), and none of them among the 24 that oppose the prefix most either (*random, no
+(over layers, heads and steps) that the chosen heads give them at alpha 1. The sets: all heads;
+the chosen ones; as many of largest attention; as many random heads of the same layers, none of them
+chosen (*random*), and none of them among those that oppose the prefix most either (*random, no
 opposers*); and the chosen heads with the opposing ones far down. A draw of random heads has a third
-of the prompts.
+of the prompts. Other grids: `--model`, with a card of that model, and `--prefix`, other words.
 
 `judge` writes texts.parquet (a row a text, without the text: digits of its prompt's digest),
 arms.csv and differences.csv: the chosen heads minus every other set, and every set minus no bias,
@@ -22,7 +22,8 @@ paired on prompts, with Holm's correction over all tests of a scorer.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -45,6 +46,7 @@ from lapa2_interp.circuits.prefix_attention import (
 )
 from lapa2_interp.circuits.selection import random_heads
 from lapa2_interp.circuits.units import all_heads
+from lapa2_interp.methods.registry import load_task
 from lapa2_interp.models.card import Model
 from lapa2_interp.paper.equal_perplexity import BASELINE
 from lapa2_interp.paper.scripts import ScriptOptions
@@ -54,8 +56,7 @@ from lapa2_interp.scoring.registry import ScorerOptions, score_texts
 from lapa2_interp.scoring.scorer import ScoreCache
 from lapa2_interp.stats import holm, mean_interval, paired_difference
 
-MODEL = "smollm2-135m"
-CHOSEN, DOWN = "24 heads", "24 heads, opposing down"
+DOWN = ", opposing down"
 TEXTS = 16
 """Texts without a bias on which attention is measured."""
 DRAWS = 3
@@ -73,14 +74,19 @@ def main() -> None:
     parser.add_argument("run", type=Path, nargs="?", help="the run that is judged")
     parser.add_argument("--card", type=Path, help="of lapa2 select")
     parser.add_argument("--prompts", type=Path, help="a prompt a line")
+    parser.add_argument("--model", default="smollm2-135m", help="a name, a hub id or a folder")
+    parser.add_argument("--prefix", default="task", help='words such as "A {attribute} text:"')
+    parser.add_argument("--size", type=int, default=100, help="prompts in a third")
     parser.add_argument("--out", type=Path, required=True, help="grid: a file; judge: a folder")
     options = parser.parse_args()
     if options.do == "grid":
         if options.card is None or options.prompts is None:
             parser.error("grid needs --card and --prompts")
-        model = load_model(MODEL, dtype="float32", model_class="TransformersModel")
+        model = load_model(options.model, dtype="float32", model_class="TransformersModel")
         prompts = read_text(options.prompts).splitlines()[: TEXTS // 2]
-        write_text(options.out, grid(model, Selection.load(options.card), prompts))
+        facts = {"model": options.model, "prefix": options.prefix}
+        card = Selection.load(options.card)
+        write_text(options.out, grid(model, card, prompts, facts, options.size))
         return
     if options.run is None:
         parser.error("judge needs the folder of a run")
@@ -92,27 +98,41 @@ def head_sets(
 ) -> dict[str, list[Heads | None]]:
     """The sets by name: one for all prompts, or one for each third; None is all heads."""
     masses = prefix_attention_by_head(model, contrast_set)
-    every = all_heads(model)
+    every, chosen = all_heads(model), f"{len(card.heads)} heads"
     heavy = np.argsort(-masses.ravel(), kind="stable")[: len(card.heads)]
     without = tuple(head for head in every if head not in card.suppressors)
     seeds = range(1, DRAWS + 1)
     return {
         "all heads": [None],
-        CHOSEN: [card.heads],
-        "24 heads of most attention": [tuple(every[i] for i in sorted(heavy))],
+        chosen: [card.heads],
+        f"{chosen} of most attention": [tuple(every[i] for i in sorted(heavy))],
         "random": [random_heads(card.heads, every, seed) for seed in seeds],
         "random, no opposers": [random_heads(card.heads, without, seed) for seed in seeds],
-        DOWN: [card.heads],
+        chosen + DOWN: [card.heads],
     }
 
 
-def grid(model: Model, card: Selection, prompts: Sequence[str]) -> str:
-    """The grid, with a block for each third of the prompts."""
+def grid(
+    model: Model,
+    card: Selection,
+    prompts: Sequence[str],
+    facts: Mapping[str, str],
+    size: int = 100,
+) -> str:
+    """The grid, with a block for each third of the prompts.
+
+    Args:
+        facts: Its model and the words of its prefixes.
+        size: Prompts in a third.
+    """
+    task = load_task("sentiment")
+    if facts["prefix"] != "task":
+        task = task.worded(facts["prefix"])
     examples = [
         example
         for attribute in card.task
         for example in ContrastSet.of(
-            model, "sentiment", prompts=list(prompts), source=attribute, tokens=64, seed=2
+            model, task, prompts=list(prompts), source=attribute, tokens=64, seed=2
         ).examples
     ]
     texts = ContrastSet.of_examples(*examples)
@@ -123,23 +143,24 @@ def grid(model: Model, card: Selection, prompts: Sequence[str]) -> str:
         arms[name] = []
         for heads in draws:
             rule = Augmentation(alpha=1, **({} if heads is None else {"heads": heads}))
-            beside = down if name == DOWN else None
+            beside = down if name.endswith(DOWN) else None
             alpha = 1.0
-            if name != CHOSEN:
+            if beside or heads != card.heads:
                 alpha = alpha_at_prefix_attention(model, texts, goal, rule, beside=beside)
             print(f"{name}: alpha {alpha:.4f}")
             where = "" if heads is None else f"heads={listed(heads)},"
             recipe = f"lapa2:{where}alpha={alpha:.4f}"
-            if name == DOWN:
+            if beside:
                 recipe += f" + lapa2:law=scale,heads={listed(card.suppressors)},alpha={FAR_DOWN:g}"
             arms[name].append(recipe)
     lines = [
         f'description = "Sets of heads, the prefix with {goal:.4f} of the attention"',
-        f'model = "{MODEL}"',
+        f'model = "{facts["model"]}"',
         'model_class = "TransformersModel"',
         'dtype = "float32"',
         'task = "sentiment"',
         'method = "prefix"',
+        f'prefix = "{facts["prefix"]}"',
         "length = 64",
         "samples = 1",
         'trace = "pooled"',
@@ -148,7 +169,7 @@ def grid(model: Model, card: Selection, prompts: Sequence[str]) -> str:
         lines += [
             "",
             "[[block]]",
-            f'prompts = {{ file = "heads-{third + 1}.txt", n = 100, what = "{WHAT}" }}',
+            f'prompts = {{ file = "heads-{third + 1}.txt", n = {size}, what = "{WHAT}" }}',
             "augmentation = [",
         ]
         for name, recipes in arms.items():
@@ -201,8 +222,10 @@ def judge(folder: Path, out: Path) -> None:
 
 def differences(rows: pd.DataFrame) -> pd.DataFrame:
     """The chosen heads minus every other set, and every set minus no bias, paired on prompts."""
-    sets = [arm for arm in dict.fromkeys(rows["arm"]) if arm not in ("no bias", CHOSEN)]
-    pairs = [(CHOSEN, arm) for arm in sets] + [(arm, "no bias") for arm in (CHOSEN, *sets)]
+    arms = list(dict.fromkeys(rows["arm"]))
+    (chosen,) = (arm for arm in arms if re.fullmatch(r"\d+ heads", arm))
+    sets = [arm for arm in arms if arm not in ("no bias", chosen)]
+    pairs = [(chosen, arm) for arm in sets] + [(arm, "no bias") for arm in (chosen, *sets)]
     table = []
     for metric in METRICS:
         of_metric = []

@@ -1,13 +1,20 @@
 #!/usr/bin/env bash
-# Sets of heads at equal attention, for figures/heads: 300 prompts of `make steering-prompts`, a block for each third. Repeat it after a
-# stop, and it resumes.
+# Sets of heads at equal attention, for figures/heads: prompts of `make steering-prompts`, a block for each third. Repeat it after a stop,
+# and it resumes.
+#
+#     analyses/equal_attention.sh                                     # then analyses/equal_attention.py judge results/heads
+#     GRID=wording FIRST=201 analyses/equal_attention.sh              # from prompt 201, into results/heads-wording
+#     GRID=gemma FIRST=201 MODEL=FOLDER analyses/equal_attention.sh   # another copy of the model that the grid names
 set -euo pipefail
-grid=$(realpath "$(dirname "$0")")/../figures/heads/sentiment.toml
+name=${GRID:-sentiment}
+grid=$(realpath "$(dirname "$0")")/../figures/heads/$name.toml
 prompts=$(realpath bases/rivals.txt)
-out=$(realpath -m results/heads)
+size=$(sed -n 's/^prompts = .* n = \([0-9]*\),.*/\1/p' "$grid" | head -1)
+[[ $name == sentiment ]] && out=$(realpath -m results/heads) || out=$(realpath -m "results/heads-$name")
 mkdir -p "$out-prompts"
 cd "$out-prompts"
-for third in 1 2 3; do
-    sed -n "$(((third - 1) * 100 + 1)),$((third * 100))p" "$prompts" > "heads-$third.txt"
+for third in 0 1 2; do
+    first=$((${FIRST:-1} + third * size))
+    sed -n "$first,$((first + size - 1))p" "$prompts" > "heads-$((third + 1)).txt"
 done
-lapa2 sweep "$grid" --out "$out" --workers "${WORKERS:-1}" --yes
+lapa2 sweep "$grid" --out "$out" --workers "${WORKERS:-1}" ${MODEL:+--set "model=$MODEL"} --yes

@@ -47,13 +47,13 @@ from lapa2_interp.methods.registry import load_task
 from lapa2_interp.models.card import Model
 from lapa2_interp.paper.scripts import ScriptOptions
 from lapa2_interp.stats import bounds
-from lapa2_interp.tasks.task import Attribute, Task
+from lapa2_interp.tasks.task import Task
 
 TOKENS, MIDDLE = 32, 256
 FULL = (64, MIDDLE, 1024)
 OTHER_FILLERS = ("steered", "wikitext", "newlines")
 PARTS = ("full", *OTHER_FILLERS, "on-policy", "wording", "topic", "gemma")
-WORDING = {"positive": "This text is positive:", "negative": "This text is negative:"}
+WORDING = "This text is {attribute}:"
 Texts = dict[str, list[list[int]]]
 """Token ids by prompt."""
 
@@ -77,9 +77,7 @@ def main() -> None:
     for part in options.parts:
         name, task, lengths, some = "smollm2-135m", load_task("sentiment"), (MIDDLE,), prompts
         if part == "wording":
-            task = task.model_copy(
-                update={"attributes": {of: Attribute(prefix=text) for of, text in WORDING.items()}}
-            )
+            task = task.worded(WORDING)
         if part == "topic":
             task = load_task("topic")
         if part == "full":

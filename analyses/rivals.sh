@@ -5,6 +5,7 @@
 #     make steering-prompts; analyses/rivals.sh LAST [FIRST]    # rounds; scored ones need not be made again
 #     python analyses/rivals.py results/rivals --judge FOLDER --out figures/rivals
 #     TIER=topic analyses/rivals.sh 1                           # the grids besides sentiment have one round
+#     MODEL=FOLDER TIER=gemma analyses/rivals.sh 1              # another copy of the model that the grid names
 #     python analyses/rivals.py results/rivals-topic --judge FOLDER --planned 50 --out figures/rivals/topic
 set -euo pipefail
 tier=${TIER:-sentiment}
@@ -17,5 +18,5 @@ for round in $(seq "${2:-1}" "$1"); do
     mkdir -p "$out-prompts/$round"
     cd "$out-prompts/$round"
     sed -n "$((skipped + (round - 1) * size + 1)),$((skipped + round * size))p" "$prompts" > prompts.txt
-    lapa2 sweep "$grid" --out "$out" --workers "${WORKERS:-1}" --yes
+    lapa2 sweep "$grid" --out "$out" --workers "${WORKERS:-1}" ${MODEL:+--set "model=$MODEL"} --yes
 done

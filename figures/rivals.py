@@ -1,12 +1,17 @@
-"""Figure rivals: accuracy against cost of every way to steer (arms.csv of analyses/rivals.py)."""
+"""Figures rivals: accuracy against cost of every way to steer, from the arms.csv of a folder of
+analyses/rivals.py; and, without a folder, the best ways in every setting (settings.png, and
+settings.csv, which has these rows of every folder's equal.csv)."""
 
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 from house import legend_below
 from matplotlib.figure import Figure
 
+from lapa2_interp._util.files import write_text
 from lapa2_interp._util.plots import COLOURS, new_figure, plain_axes
+from lapa2_interp._util.table_formats import as_csv
 from lapa2_interp.paper.scripts import ScriptOptions
 
 MARKERS = "os^Dv"
@@ -23,6 +28,22 @@ NAMES = {
     "temperature 0.8": "24 heads, temperature 0.8",
 }
 """Of families that the figure calls otherwise."""
+SETTINGS = {
+    "": "sentiment",
+    "topic": "topic",
+    "soft": "soft prefixes",
+    "air-decoding": "Air-Decoding",
+    "dexperts": "DExperts",
+    "gemma": "Gemma as the writer",
+}
+"""By folder. Sentiment, hard prefixes alone and SmolLM2 as the writer where the name says nothing
+else."""
+BEST = {
+    "chosen heads": ["head-selective"],
+    "activation addition": ["caa, layer 20", "caa, layer 25", "caa, layer 13"],
+    "chosen heads, opposing down": ["head-selective, opposing down"],
+    "the method, stronger": ["omega", "alpha"],
+}
 METRICS = {"acc hidden": "accuracy by adapter, words hidden, %", "acc (linear)": "by linear, %"}
 
 
@@ -47,8 +68,48 @@ def draw(arms: pd.DataFrame) -> Figure:
         for cost in (1.1, 1.25):
             axes.axvline(cost, color="grey", ls=":", lw=0.8)
         axes.set_xlim(right=min(2.0, arms["cost"].max() + 0.05))
-        plain_axes(axes, "perplexity by Gemma, times that of no bias", words)
+        plain_axes(axes, "perplexity by another model, times that of no bias", words)
     legend_below(figure, [("", panels[0], arms)], 4)
+    return figure
+
+
+def gather(folder: Path) -> pd.DataFrame:
+    """The best ways minus LaPA2 in all heads in every setting that has a folder, where both reach
+    the cost."""
+    ways = {family: way for way, families in BEST.items() for family in families}
+    tables = []
+    for name, setting in SETTINGS.items():
+        if (file := folder / name / "equal.csv").exists():
+            rows = pd.read_csv(file)
+            rows = rows[(rows["attributes"] == "all") & rows["family"].isin(ways)]
+            rows = rows.drop(columns=["low", "high"])
+            rows = rows.rename(columns={"difference_low": "low", "difference_high": "high"})
+            tables.append(rows.assign(setting=setting))
+    columns = ["setting", "way", "ratio", "metric", "difference", "low", "high"]
+    table = pd.concat(tables).dropna(subset=["low"])
+    table["way"] = table["family"].map(ways)
+    return table[[*columns, "p_holm", "verdict", "prompts"]]
+
+
+def draw_settings(table: pd.DataFrame) -> Figure:
+    """One panel a cost: accuracy minus that of LaPA2 in all heads, with 95 % intervals. Ways that
+    do not reach the cost have no mark."""
+    rows = table[table["metric"] == "acc hidden"]
+    ratios = sorted(rows["ratio"].unique())
+    settings = list(dict.fromkeys(rows["setting"]))
+    figure = new_figure(7.2, 0.9 + 0.5 * len(settings))
+    panels = figure.subplots(1, len(ratios), sharey=True, sharex=True)
+    for axes, ratio in zip(panels, ratios, strict=True):
+        for i, way in enumerate(BEST):
+            own = rows[(rows["way"] == way) & (rows["ratio"] == ratio)]
+            y = np.array([settings.index(name) for name in own["setting"]]) + 0.17 * (i - 1.5)
+            axes.plot(own["difference"], y, MARKERS[i], color=COLOURS[i], ms=4, label=way)
+            axes.hlines(y, own["low"], own["high"], color=COLOURS[i], lw=1.2)
+        axes.axvline(0, color="grey", lw=0.8)
+        axes.set_yticks(range(len(settings)), settings)
+        plain_axes(axes, f"points above all heads, perplexity times {ratio:g}", "")
+    panels[0].set_ylim(len(settings) - 0.5, -0.5)
+    legend_below(figure, [("", panels[0], rows)], 4)
     return figure
 
 
@@ -57,3 +118,7 @@ if __name__ == "__main__":
     parser.add_argument("folder", type=Path, nargs="?", default=Path(__file__).parent / "rivals")
     folder = parser.parse_args().folder
     draw(pd.read_csv(folder / "arms.csv")).savefig(folder / "rivals.png", dpi=200)
+    if folder == parser.get_default("folder"):
+        settings = gather(folder)
+        write_text(folder / "settings.csv", as_csv(settings, 6))
+        draw_settings(settings).savefig(folder / "settings.png", dpi=200)

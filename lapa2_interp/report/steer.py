@@ -83,7 +83,7 @@ from lapa2_interp.scoring.scorer import CLASSIFIERS, ScoreCache
 from lapa2_interp.scoring.tables import cell_table, difference_table, distinct_cells
 from lapa2_interp.stats import FEW, holm
 from lapa2_interp.tasks.prompts import as_prompts
-from lapa2_interp.tasks.task import Attribute, Prompts, Task
+from lapa2_interp.tasks.task import Prompts, Task
 
 WORDINGS = ("Extremely {attribute}:", "In a {attribute} tone:")
 """Other prefixes, with which heads are chosen again."""
@@ -291,13 +291,8 @@ def _choose(
     half = prompts[: max(FEW, len(prompts) // 2)]
     overlap = {}
     for form in WORDINGS:
-        attributes = {
-            name: Attribute(prefix=form.replace("{attribute}", name))
-            for name in settings.task.attributes
-        }
-        reworded = settings.task.model_copy(update={"attributes": attributes})
         try:
-            again = chosen_on(reworded, half)
+            again = chosen_on(settings.task.worded(form), half)
         except CircuitError as error:
             notify(f"wording {form!r} is left out: {error}")
             continue

@@ -279,6 +279,25 @@ class Task(BaseModel):
             )
         return self.attributes[attribute].prefix
 
+    def worded(self, form: str) -> Task:
+        """The task with other hard prefixes.
+
+        Args:
+            form: Words with {attribute} or {Attribute} in the place of the attribute's name.
+
+        Example:
+            >>> from lapa2_interp.methods import load_task
+            >>> load_task("sentiment").worded("A {attribute} text:").prefix("positive")
+            'A positive text:'
+        """
+        attributes = {
+            name: Attribute(
+                prefix=form.replace("{attribute}", name).replace("{Attribute}", name.capitalize())
+            )
+            for name in self.attributes
+        }
+        return self.model_copy(update={"attributes": attributes})
+
     def words(self, attribute: str) -> tuple[str, ...]:
         """The words of an attribute's hard prefix, and its name, each once, in small letters.
 
