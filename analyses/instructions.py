@@ -337,13 +337,19 @@ def main() -> None:
     parser.add_argument("do", choices=("write", "judge", "heads"))
     parser.add_argument("run", type=Path, nargs="?", help="the run that is judged")
     parser.add_argument("--set", nargs="+", default=list(SETS), choices=SETS)
+    parser.add_argument("--kind", nargs="+", help="of messages; by default all")
     parser.add_argument("--turns", type=whole_number(), default=8)
     parser.add_argument("--round", type=int, choices=(1, 2), help="half of the rotations")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     parts = benchmark()
     if options.do == "write":
-        chosen = [message for message in parts["message"] if message["set"] in options.set]
+        kinds = options.kind or {message["kind"] for message in parts["message"]}
+        chosen = [
+            message
+            for message in parts["message"]
+            if message["set"] in options.set and message["kind"] in kinds
+        ]
         scripts = conversations(chosen, parts["questions"], options.turns, options.round)
         write_text(options.out / "conversations.json", json.dumps(scripts, indent=1))
         scripts = conversations([{"text": parts["neutral"]}], parts["questions"], options.turns)
