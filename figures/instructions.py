@@ -63,6 +63,8 @@ def draw(table: pd.DataFrame) -> Figure:
         right.vlines(x, ends["low"], ends["high"], color=colour, lw=0.7)
     for cost in (1.1, LIMIT):
         right.axvline(cost, color="grey", ls=":", lw=0.8)
+    left.set_ylim(bottom=0)
+    right.set_ylim(bottom=0)
     plain_axes(left, "turn", "adherence above chance")
     plain_axes(right, "perplexity of answers, times that of no bias", f"at turn {last}")
     legend_below(figure, [("", left, table)], 3)
