@@ -2,7 +2,8 @@
 
 A judge reads the answer alone, never the instruction. Of words it counts kinds, not how often one
 stands there, so that a text that repeats itself gains nothing. Words that stand in an instruction
-count for none of its kind (`answer_words`), so that an echo of it gains nothing.
+are not counted, so that an echo of it gains nothing; some of their other forms are ("star" of
+"stars"), unless the judge is `strict`.
 """
 
 from __future__ import annotations
@@ -142,6 +143,30 @@ JUDGES: Mapping[str, Callable[..., float]] = {
     "emoji": with_emoji,
 }
 """By name in messages.toml; a judge takes the answer and its argument."""
+
+
+def strict(judge: Mapping[str, object], instruction: str) -> dict[str, object]:
+    """The judge without words that are akin to one of the instruction: one begins as the other
+    does, or both have the same first four letters. Nor does a word count that another one with a
+    star covers."""
+    said = [word for word in words_of(instruction) if len(word) >= 3]
+
+    def is_akin(word: str) -> bool:
+        begins = (word.startswith(one) or one.startswith(word) for one in said)
+        return any(begins) or word[:4] in {one[:4] for one in said}
+
+    if "says" not in judge:
+        return dict(judge)
+    words = str(judge["says"]).split()
+    stems = [word[:-1] for word in words if word.endswith("*")]
+    return {
+        "says": " ".join(
+            word
+            for word in words
+            if not is_akin(stem := word.rstrip("*"))
+            and not any(stem != other and stem.startswith(other) for other in stems)
+        )
+    }
 
 
 def judged(answer: str, judge: Mapping[str, object]) -> float:

@@ -33,7 +33,8 @@ round that is not in the run stay), adherence.csv and kinds.csv the means by arm
 fall from the first turn to the last. equal.csv compares the ways with LaPA2 in all heads at 1.1
 and 1.25 times the cost of no bias, with Holm's correction over all tests of a measure, and the
 message in every user turn with LaPA2 at the cost that it has itself. arms.csv has every arm minus
-no bias, read.csv ten conversations of every arm.
+no bias, for all messages, languages and personas; there *strict* is turn 8 by the judge that counts
+no word akin to the message's. read.csv has ten conversations of every arm.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import torch
-from instruction_judges import judged
+from instruction_judges import judged, strict
 from rivals import with_earlier
 from torch.nn.utils.rnn import pad_sequence
 
@@ -70,7 +71,7 @@ from lapa2_interp.stats import mean_interval
 from lapa2_interp.tasks.task import Attribute, ChatForm, Prompts, Task
 
 MESSAGES = Path(__file__).resolve().parents[1] / "figures" / "instructions" / "messages.toml"
-MEASURES = ("adherence", "chance", "above", "ln cost", "relevant")
+MEASURES = ("adherence", "chance", "above", "strict", "ln cost", "relevant")
 ADHERES = 1 / 3
 AT_ONCE = 64
 """Answers in one pass."""
@@ -80,7 +81,7 @@ REFERENCE = "lapa2"
 PLACES = {"user": "message in the first user turn", "repeated": "message in every user turn"}
 """Ways without a strength, by task."""
 FACTS = ["family", "strength", "top_k", "message", "kind", "first", "turn", "sample"]
-COMPARED = ("turn 1", "turn 4", "turn 8", "fall", "relevant")
+COMPARED = ("turn 1", "turn 4", "turn 8", "fall", "strict", "relevant")
 MODEL = "smollm2-135m"
 SETS = ("tune", "test", "out")
 
@@ -131,7 +132,8 @@ def tasks(neutral: str, turns: int) -> Iterator[tuple[str, str]]:
 
 
 def judged_answers(texts: pd.DataFrame, messages: Sequence[Mapping], neutral: str) -> pd.DataFrame:
-    """The answers to messages with adherence and chance, both from 0 to 1."""
+    """The answers to messages with adherence and chance, both from 0 to 1, and what is above
+    chance by the judge and by the strict one."""
     texts = texts.copy()
     lines = [prompt.splitlines() for prompt in texts["prompt"]]
     judges = {message["text"]: message["judge"] for message in messages}
@@ -152,14 +154,19 @@ def judged_answers(texts: pd.DataFrame, messages: Sequence[Mapping], neutral: st
     pools = plain.groupby(by)["continuation"].agg(list).to_dict()
 
     @cache
-    def chance(message: str, *group: object) -> float:
+    def chance(is_strict: bool, message: str, *group: object) -> float:
         if group not in pools:
             raise DataError("some questions have no neutral answer; add neutral.json to the grid")
-        return float(np.mean([judged(answer, judges[message]) for answer in pools[group]]))
+        judge = strict(judges[message], message) if is_strict else judges[message]
+        return float(np.mean([judged(answer, judge) for answer in pools[group]]))
 
-    keys = zip(texts["message"], *(texts[name] for name in by), strict=True)
-    texts["chance"] = [chance(*key) for key in keys]
+    keys = list(zip(texts["message"], *(texts[name] for name in by), strict=True))
+    texts["chance"] = [chance(False, *key) for key in keys]
     texts["above"] = texts["adherence"] - texts["chance"]
+    texts["strict"] = [
+        judged(answer, strict(judges[key[0]], key[0])) - chance(True, *key)
+        for answer, key in zip(texts["continuation"], keys, strict=True)
+    ]
     return texts
 
 
@@ -272,6 +279,7 @@ def compared(answers: pd.DataFrame) -> tuple[pd.DataFrame, pd.DataFrame]:
     texts["nll"] = texts["ln cost"]
     for turn in READ:
         texts[f"turn {turn}"] = texts["above"].where(texts["turn"] == turn)
+    texts["strict"] = texts["strict"].where(texts["turn"] == READ[-1])
     chats = ["family", "strength", "top_k", "prompt", "first", "sample"]
     first = texts[texts["turn"] == READ[0]].set_index(chats)["above"].rename("begun")
     texts = texts.join(first, on=chats)
@@ -386,6 +394,13 @@ def main() -> None:
     if REFERENCE not in set(answers["family"]):
         return
     equal, arms = compared(answers)
+    is_language = answers["kind"] == "language"
+    by_kind = {"all": arms} | {
+        name: compared(answers[rows])[1]
+        for name, rows in (("languages", is_language), ("personas", ~is_language))
+        if rows.any()
+    }
+    arms = pd.concat([table.assign(messages=name) for name, table in by_kind.items()])
     write_text(options.out / "arms.csv", as_csv(arms, 5))
     if not set(answers["round"]) >= {1, 2}:
         equal[["p", "p_holm", "verdict"]] = np.nan, np.nan, ""
@@ -419,7 +434,17 @@ def read_answers(answers: pd.DataFrame, parts: Mapping[str, Any], file: Path) ->
     answers["round"] = 1 + answers["prompt"].isin(second)
     asked = {question: i for i, question in enumerate(parts["questions"])}
     answers["first"] = [asked[questions.splitlines()[0]] for questions in answers["questions"]]
-    names = ["round", *FACTS, "n_tokens", "adherence", "chance", "above", "nll", "relevant"]
+    names = [
+        "round",
+        *FACTS,
+        "n_tokens",
+        "adherence",
+        "chance",
+        "above",
+        "strict",
+        "nll",
+        "relevant",
+    ]
     return answers[names]
 
 

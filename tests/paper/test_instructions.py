@@ -97,6 +97,13 @@ def test_an_echo_of_the_message_or_a_question_is_no_answer(message):
         assert judged(question, message["judge"]) <= 0.35, question
 
 
+def test_a_strict_judge_counts_no_word_akin_to_the_message():
+    judge = {"says": "star sky skies planet* king* kingdom* seas"}
+    assert judges.strict(judge, "Speak of the stars.") == {"says": "sky skies planet* king* seas"}
+    assert judges.strict(judge, "You speak of the sea.") == {"says": "star sky skies planet* king*"}
+    assert judges.strict({"language": "French"}, "French") == {"language": "French"}
+
+
 def test_every_question_stands_once_at_every_turn():
     scripts = script.conversations([{"text": "Be a cat."}, {"text": "Be a dog."}], list("abcd"), 4)
     assert len(scripts) == 8
@@ -212,7 +219,7 @@ def test_ways_are_compared_at_equal_cost():
     rows = [
         {"family": family, "strength": step, "message": message, "first": first, "turn": turn}
         | {"top_k": 20, "sample": 0, "kind": "topic", "relevant": 1.0, "nll": 3 + cost}
-        | {"above": (late if turn == 8 else 0.6) + noise[message]}
+        | {"above": (late if turn == 8 else 0.6) + noise[message], "strict": 0.0}
         for noise in [rng.normal(scale=0.05, size=16)]
         for (family, step), (cost, late) in arms.items()
         for message in range(16)
