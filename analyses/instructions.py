@@ -401,7 +401,7 @@ def main() -> None:
         if rows.any()
     }
     arms = pd.concat([table.assign(messages=name) for name, table in by_kind.items()])
-    write_text(options.out / "arms.csv", as_csv(arms, 5))
+    write_text(options.out / "arms.csv", as_csv(arms.rename(columns={"ratio": "cost"}), 5))
     if not set(answers["round"]) >= {1, 2}:
         equal[["p", "p_holm", "verdict"]] = np.nan, np.nan, ""
     write_text(options.out / "equal.csv", as_csv(equal, 5))

@@ -5,14 +5,15 @@
 The run is that of analyses/instructions.py. cross.csv exchanges histories: the last question of a
 chat is answered after the earlier answers of no bias and of LaPA2 in all heads, read again without
 a bias, without the bias and with it in this turn. What the history alone changes is imitation of
-earlier answers.
+earlier answers. It has two answers in four chats of each message.
 
 effect.csv has for some arms, by turn, the attention on the message (mean over layers, heads and
 steps; while the text was written) and its effect: the Jensen-Shannon divergence of the next-token
 distributions with the message and with it hidden from all queries after it, in 1/1000 nats, on the
 text that the arm wrote. Keys and values of earlier turns are those of the arm, made under its bias.
 
-Intervals are over messages. effects.parquet has a row an answer.
+Intervals are over messages. effects.parquet has a row an answer; chats that it has are not read
+again.
 """
 
 from __future__ import annotations
@@ -46,9 +47,12 @@ from lapa2_interp.paper.scripts import ScriptOptions
 from lapa2_interp.runs.run import Run, load_run
 from lapa2_interp.tasks.task import Attribute, ChatForm, Prompts, Task
 
+CHAT = ["family", "strength", "prompt"]
 ARMS = ((BASELINE, 0.0), (REFERENCE, 0.5), ("head-selective", 1.0))
 """Families and strengths whose effect is read."""
 MEASURES = ("attention", "js")
+CHATS, SAMPLES = 4, 2
+"""Chats of a message whose history is exchanged, and answers after it."""
 
 
 def main() -> None:
@@ -61,8 +65,10 @@ def main() -> None:
     parts = benchmark()
     run = load_run(options.run, earlier=True)  # of both rounds
     texts = finished_texts(run)
-    rows = effects(run, texts[~is_neutral(texts, parts)])
-    with atomic_write(options.out / "effects.parquet") as fresh:
+    file = options.out / "effects.parquet"
+    known = pd.read_parquet(file) if file.exists() else pd.DataFrame(columns=CHAT)
+    rows = effects(run, texts[~is_neutral(texts, parts)], known)
+    with atomic_write(file) as fresh:
         rows.to_parquet(fresh, index=False, compression="zstd")
     table = pd.DataFrame(
         {"family": family, "strength": strength, "turn": turn, "measure": measure}
@@ -82,8 +88,11 @@ def is_neutral(texts: pd.DataFrame, parts: Mapping[str, Any]) -> pd.Series:
     return texts["prompt"].str.startswith(parts["neutral"])
 
 
-def effects(run: Run, texts: pd.DataFrame) -> pd.DataFrame:
+def effects(run: Run, texts: pd.DataFrame, known: pd.DataFrame) -> pd.DataFrame:
     """Attention on the message and its effect in every answer of some arms.
+
+    Args:
+        known: Rows of chats that are not read again.
 
     Raises:
         DataError: The run lacks an arm, or its chats are not those of this model's template.
@@ -95,7 +104,13 @@ def effects(run: Run, texts: pd.DataFrame) -> pd.DataFrame:
         names = ", ".join(f"{family} {strength:g}" for family, strength in lacking)
         raise DataError(f"the run lacks {names}; finish it")
     traced = cache(run.trace)
-    chats = [(arm, of) for arm in ARMS for _, of in of_arm.get_group(arm).groupby("prompt")]
+    read = set(known[CHAT].itertuples(index=False, name=None))
+    chats = [
+        (arm, of)
+        for arm in ARMS
+        for prompt, of in of_arm.get_group(arm).groupby("prompt")
+        if (*arm, prompt) not in read
+    ]
     with progress_bar(len(chats), "effect", "chat") as bar:
         for (family, strength), of in chats:
             of = of.sort_values("turn")
@@ -117,7 +132,7 @@ def effects(run: Run, texts: pd.DataFrame) -> pd.DataFrame:
                     | {"js": 1000 * js[begin : begin + answer.n_tokens].mean()}
                 )
             bar.update(1)
-    return pd.DataFrame(rows)
+    return pd.concat([known, pd.DataFrame(rows)], ignore_index=True) if rows else known
 
 
 def crossed(texts: pd.DataFrame, parts: Mapping[str, Any], alpha: float) -> pd.DataFrame:
@@ -128,6 +143,9 @@ def crossed(texts: pd.DataFrame, parts: Mapping[str, Any], alpha: float) -> pd.D
     rows = []
     histories = chats[chats["strength"].isin([0.0, alpha])]
     histories = histories[~is_neutral(histories, parts)]
+    scripts = histories["prompt"].drop_duplicates()
+    some = scripts.groupby(scripts.str.split("\n").str[0]).head(CHATS)
+    histories = histories[histories["prompt"].isin(some)]
     grouped = histories.groupby(["family", "prompt", "sample"], sort=False)
     with progress_bar(len(grouped), "histories", "chat") as bar:
         for (history, script, _), of in grouped:
@@ -150,7 +168,8 @@ def crossed(texts: pd.DataFrame, parts: Mapping[str, Any], alpha: float) -> pd.D
             )
             made = generate(
                 model, questions[-1], method="chat", task=task, augmentation=["none", bias],
-                length=48, top_k=int(of["top_k"].iloc[0]), eos="stop", trace="none",
+                samples=SAMPLES, length=48, top_k=int(of["top_k"].iloc[0]), eos="stop",
+                trace="none",
             ).texts()  # fmt: skip
             for arm, answer in zip(made["arm"], made["continuation"], strict=True):
                 facts = {"prompt": script, "turn": len(questions), "top_k": of["top_k"].iloc[0]}

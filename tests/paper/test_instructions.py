@@ -259,7 +259,8 @@ def test_effects_are_those_of_each_answer_in_its_chat(tmp_path, monkeypatch):
     )  # fmt: skip
     texts = script.finished_texts(run)
     monkeypatch.setattr(why, "ARMS", why.ARMS[:2])
-    rows = why.effects(run, texts)
+    rows = why.effects(run, texts, pd.DataFrame(columns=why.CHAT))
+    assert why.effects(run, texts, rows) is rows  # nothing is read again
     assert rows["family"].tolist() == ["baseline"] * 2 + ["lapa2"] * 2
     first, last = texts[texts["family"] == "baseline"].itertuples()
     chat = [
