@@ -278,7 +278,7 @@ def test_effects_are_those_of_each_answer_in_its_chat(tmp_path, monkeypatch):
     assert rows["attention"][1] == pytest.approx(float(traced))
     monkeypatch.setattr(why, "ARMS", (("caa", 1.0),))
     with pytest.raises(DataError, match="the run lacks caa 1"):
-        why.effects(run, texts)
+        why.effects(run, texts, rows)
 
 
 def test_histories_are_exchanged(monkeypatch):
