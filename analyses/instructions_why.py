@@ -173,7 +173,8 @@ def crossed(texts: pd.DataFrame, parts: Mapping[str, Any], alpha: float) -> pd.D
             ).texts()  # fmt: skip
             for arm, answer in zip(made["arm"], made["continuation"], strict=True):
                 facts = {"prompt": script, "turn": len(questions), "top_k": of["top_k"].iloc[0]}
-                rows.append({"history": history, "answer": arm, "continuation": answer} | facts)
+                way = arm.partition(":")[0]
+                rows.append({"history": history, "answer": way, "continuation": answer} | facts)
             bar.update(1)
     neutral = texts[is_neutral(texts, parts)]
     both = pd.concat([pd.DataFrame(rows), neutral], ignore_index=True)

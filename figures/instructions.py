@@ -88,7 +88,9 @@ def draw_why(effect: pd.DataFrame, cross: pd.DataFrame) -> Figure:
         plain_axes(axes, "turn", words)
     for i, (answer, own) in enumerate(cross.groupby("answer", sort=False)):
         at = np.arange(len(own)) + 0.3 * (i - 0.5)
-        panels[2].bar(at, own["mean"], 0.26, color=COLOURS[i], label=f"answered: {NAMES[answer]}")
+        panels[2].bar(
+            at, own["mean"], 0.26, color=COLOURS[i], alpha=0.6, label=f"answered: {NAMES[answer]}"
+        )
         panels[2].vlines(at, own["low"], own["high"], color="0.15", lw=1.2)
     panels[2].set_xticks(range(2), [NAMES[name] for name in cross["history"].unique()])
     plain_axes(panels[2], "earlier answers by", "adherence above chance")
