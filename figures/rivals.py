@@ -17,15 +17,16 @@ from lapa2_interp.paper.scripts import ScriptOptions
 MARKERS = "os^Dv"
 NAMES = {
     "lapa2": "LaPA², all heads",
-    "head-selective": "24 heads",
-    "gate, head-selective": "gate around 24 heads",
-    "head-selective, opposing down": "24 heads, opposing down",
+    "head-selective": "chosen heads",
+    "gate, head-selective": "gate around chosen heads",
+    "head-selective, opposing down": "chosen heads, opposing down",
     "key-scale": "scores multiplied",
     "caa, layer 20": "activation addition",
     "caa, layer 25": "activation addition, layer 25",
+    "caa, layer 13": "activation addition",
     "reminder": "prefix read again",
     "temperature": "temperature 0.8",
-    "temperature 0.8": "24 heads, temperature 0.8",
+    "temperature 0.8": "chosen heads, temperature 0.8",
 }
 """Of families that the figure calls otherwise."""
 SETTINGS = {
@@ -97,10 +98,11 @@ def draw_settings(table: pd.DataFrame) -> Figure:
     rows = table[table["metric"] == "acc hidden"]
     ratios = sorted(rows["ratio"].unique())
     settings = list(dict.fromkeys(rows["setting"]))
+    ways = [way for way in BEST if way in set(rows["way"])]
     figure = new_figure(7.2, 0.9 + 0.5 * len(settings))
     panels = figure.subplots(1, len(ratios), sharey=True, sharex=True)
     for axes, ratio in zip(panels, ratios, strict=True):
-        for i, way in enumerate(BEST):
+        for i, way in enumerate(ways):
             own = rows[(rows["way"] == way) & (rows["ratio"] == ratio)]
             y = np.array([settings.index(name) for name in own["setting"]]) + 0.17 * (i - 1.5)
             axes.plot(own["difference"], y, MARKERS[i], color=COLOURS[i], ms=4, label=way)
