@@ -164,7 +164,7 @@ def strict(judge: Mapping[str, object], instruction: str) -> dict[str, object]:
             word
             for word in words
             if not is_akin(stem := word.rstrip("*"))
-            and not any(stem != other and stem.startswith(other) for other in stems)
+            and not any(stem != short and stem.startswith(short) for short in stems)
         )
     }
 
