@@ -34,7 +34,7 @@ fall from the first turn to the last. equal.csv compares the ways with LaPA2 in 
 and 1.25 times the cost of no bias, with Holm's correction over all tests of a measure, and the
 message in every user turn with LaPA2 at the cost that it has itself. arms.csv has every arm minus
 no bias, for all messages, languages and personas; there *strict* is turn 8 by the judge that counts
-no word akin to the message's. read.csv has ten conversations of every arm.
+no word akin to the message's. table.csv has an arm a row, read.csv ten conversations of every arm.
 """
 
 from __future__ import annotations
@@ -405,7 +405,30 @@ def main() -> None:
     if not set(answers["round"]) >= {1, 2}:
         equal[["p", "p_holm", "verdict"]] = np.nan, np.nan, ""
     write_text(options.out / "equal.csv", as_csv(equal, 5))
+    table = one_table(adherence(answers, by), arms, equal)
+    write_text(options.out / "table.csv", as_csv(table, 4))
     print(as_text(equal[equal["metric"].isin(["turn 8", "fall"])], ".2f"))
+
+
+def one_table(adhered: pd.DataFrame, arms: pd.DataFrame, equal: pd.DataFrame) -> pd.DataFrame:
+    """A row an arm: above chance at turns 1, 4 and 8, and the fall, each with its interval; cost;
+    relevance at turn 8; and of its way the difference from LaPA2 in all heads at turn 8 and cost
+    1.1, with its corrected p."""
+    arm = ["family", "strength"]
+    rows = adhered[adhered["measure"].isin(["above", "fall"])].copy()
+    ends = [f"{low:.2f}, {high:.2f}" for low, high in zip(rows["low"], rows["high"], strict=True)]
+    means = rows["mean"].map("{:.2f}".format)
+    rows["cell"] = [f"{mean} [{of}]" for mean, of in zip(means, ends, strict=True)]
+    rows["column"] = rows["measure"].where(rows["measure"] == "fall", "turn " + rows["turn"])
+    table = rows.pivot(index=arm, columns="column", values="cell")
+    table = table[[*(f"turn {turn}" for turn in READ), "fall"]]
+    relevant = adhered[(adhered["measure"] == "relevant") & (adhered["turn"] == str(READ[-1]))]
+    table = table.join(relevant.set_index(arm)["mean"].rename("relevant"))
+    own = arms[(arms["messages"] == "all") & (arms["metric"] == f"turn {READ[-1]}")]
+    table = table.join(own.set_index(arm)["ratio"].rename("cost"))
+    first = equal[(equal["ratio"] == RATIOS[0]) & (equal["metric"] == f"turn {READ[-1]}")]
+    compared = first.set_index("family")[["difference", "p_holm", "verdict"]]
+    return table.reset_index().join(compared, on="family")
 
 
 def some_conversations(answers: pd.DataFrame) -> pd.DataFrame:
