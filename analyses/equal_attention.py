@@ -23,7 +23,7 @@ paired on prompts, with Holm's correction over all tests of a scorer.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -46,6 +46,7 @@ from lapa2_interp.circuits.prefix_attention import (
 )
 from lapa2_interp.circuits.selection import random_heads
 from lapa2_interp.circuits.units import all_heads
+from lapa2_interp.generation.settings import TASK
 from lapa2_interp.methods.registry import load_task
 from lapa2_interp.models.card import Model
 from lapa2_interp.paper.equal_perplexity import BASELINE
@@ -75,7 +76,7 @@ def main() -> None:
     parser.add_argument("--card", type=Path, help="of lapa2 select")
     parser.add_argument("--prompts", type=Path, help="a prompt a line")
     parser.add_argument("--model", default="smollm2-135m", help="a name, a hub id or a folder")
-    parser.add_argument("--prefix", default="task", help='words such as "A {attribute} text:"')
+    parser.add_argument("--prefix", default=TASK, help='words such as "A {attribute} text:"')
     parser.add_argument("--size", type=int, default=100, help="prompts in a third")
     parser.add_argument("--out", type=Path, required=True, help="grid: a file; judge: a folder")
     options = parser.parse_args()
@@ -84,9 +85,9 @@ def main() -> None:
             parser.error("grid needs --card and --prompts")
         model = load_model(options.model, dtype="float32", model_class="TransformersModel")
         prompts = read_text(options.prompts).splitlines()[: TEXTS // 2]
-        facts = {"model": options.model, "prefix": options.prefix}
         card = Selection.load(options.card)
-        write_text(options.out, grid(model, card, prompts, facts, options.size))
+        text = grid(model, card, prompts, options.model, options.prefix, options.size)
+        write_text(options.out, text)
         return
     if options.run is None:
         parser.error("judge needs the folder of a run")
@@ -116,18 +117,20 @@ def grid(
     model: Model,
     card: Selection,
     prompts: Sequence[str],
-    facts: Mapping[str, str],
+    model_name: str,
+    prefix: str = TASK,
     size: int = 100,
 ) -> str:
     """The grid, with a block for each third of the prompts.
 
     Args:
-        facts: Its model and the words of its prefixes.
+        model_name: In the grid.
+        prefix: Words such as "A {attribute} text:"; task: those of the task.
         size: Prompts in a third.
     """
     task = load_task("sentiment")
-    if facts["prefix"] != "task":
-        task = task.worded(facts["prefix"])
+    if prefix != TASK:
+        task = task.with_prefix(prefix)
     examples = [
         example
         for attribute in card.task
@@ -155,12 +158,12 @@ def grid(
             arms[name].append(recipe)
     lines = [
         f'description = "Sets of heads, the prefix with {goal:.4f} of the attention"',
-        f'model = "{facts["model"]}"',
+        f'model = "{model_name}"',
         'model_class = "TransformersModel"',
         'dtype = "float32"',
         'task = "sentiment"',
         'method = "prefix"',
-        f'prefix = "{facts["prefix"]}"',
+        f'prefix = "{prefix}"',
         "length = 64",
         "samples = 1",
         'trace = "pooled"',

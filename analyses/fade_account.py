@@ -77,7 +77,7 @@ def main() -> None:
     for part in options.parts:
         name, task, lengths, some = "smollm2-135m", load_task("sentiment"), (MIDDLE,), prompts
         if part == "wording":
-            task = task.worded(WORDING)
+            task = task.with_prefix(WORDING)
         if part == "topic":
             task = load_task("topic")
         if part == "full":

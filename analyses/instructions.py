@@ -427,8 +427,9 @@ def one_table(adhered: pd.DataFrame, arms: pd.DataFrame, equal: pd.DataFrame) ->
     own = arms[(arms["messages"] == "all") & (arms["metric"] == f"turn {READ[-1]}")]
     table = table.join(own.set_index(arm)["ratio"].rename("cost"))
     first = equal[(equal["ratio"] == RATIOS[0]) & (equal["metric"] == f"turn {READ[-1]}")]
-    compared = first.set_index("family")[["difference", "p_holm", "verdict"]]
-    return table.reset_index().join(compared, on="family")
+    of_way = first.set_index("family")[["difference", "p_holm", "verdict"]]
+    of_way = of_way.rename(columns={"difference": "way minus all heads"})
+    return table.reset_index().join(of_way, on="family")
 
 
 def some_conversations(answers: pd.DataFrame) -> pd.DataFrame:

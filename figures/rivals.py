@@ -43,7 +43,7 @@ BEST = {
     "chosen heads": ["head-selective"],
     "activation addition": ["caa, layer 20", "caa, layer 25", "caa, layer 13"],
     "chosen heads, opposing down": ["head-selective, opposing down"],
-    "the method, stronger": ["omega", "alpha"],
+    "the method, stronger": ["omega", "strength"],
 }
 METRICS = {"acc hidden": "accuracy by adapter, words hidden, %", "acc (linear)": "by linear, %"}
 

@@ -248,7 +248,7 @@ def _resolve_task(settings: CellSettings) -> tuple[Task, LayoutError | None]:
     if form != TASK and is_path(form):
         raise LayoutError(f"prefix {taken_as_path(form)}; give the text of a prefix")
     if "{attribute}" in form or "{Attribute}" in form:
-        changes["attributes"] = task.worded(form).attributes
+        changes["attributes"] = task.with_prefix(form).attributes
     elif form != TASK and settings.attribute == ALL:
         changes |= {"name": CUSTOM, "attributes": {CUSTOM: Attribute(prefix=form)}, "methods": {}}
     elif form != TASK:

@@ -292,7 +292,7 @@ def _choose(
     overlap = {}
     for form in WORDINGS:
         try:
-            again = chosen_on(settings.task.worded(form), half)
+            again = chosen_on(settings.task.with_prefix(form), half)
         except CircuitError as error:
             notify(f"wording {form!r} is left out: {error}")
             continue

@@ -279,17 +279,25 @@ class Task(BaseModel):
             )
         return self.attributes[attribute].prefix
 
-    def worded(self, form: str) -> Task:
+    def with_prefix(self, form: str) -> Task:
         """The task with other hard prefixes.
 
         Args:
             form: Words with {attribute} or {Attribute} in the place of the attribute's name.
 
+        Raises:
+            TaskError: The form has no place for the name, so all prefixes would be one.
+
         Example:
             >>> from lapa2_interp.methods import load_task
-            >>> load_task("sentiment").worded("A {attribute} text:").prefix("positive")
+            >>> load_task("sentiment").with_prefix("A {attribute} text:").prefix("positive")
             'A positive text:'
         """
+        if "{attribute}" not in form and "{Attribute}" not in form:
+            raise TaskError(
+                f"prefix {form!r} is the same for all attributes; write {{attribute}} in the place"
+                " of their names"
+            )
         attributes = {
             name: Attribute(
                 prefix=form.replace("{attribute}", name).replace("{Attribute}", name.capitalize())

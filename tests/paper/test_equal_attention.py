@@ -31,9 +31,7 @@ def test_every_set_of_the_grid_gives_the_prefix_the_same_attention(script, monke
     model = load("planted", model_class="TransformersModel")
     card = select(model, "sentiment", heads=2)
     prompts = ["The lake", "The road", "The book"]
-    blocks = parse_toml(script.grid(model, card, prompts, {"model": "planted", "prefix": "task"}))[
-        "block"
-    ]
+    blocks = parse_toml(script.grid(model, card, prompts, "planted"))["block"]
     assert len(blocks) == script.DRAWS
     texts = [
         ContrastSet.of(model, "sentiment", prompts=prompts, source=name, tokens=64, seed=2).examples

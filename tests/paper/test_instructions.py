@@ -242,6 +242,15 @@ def test_ways_are_compared_at_equal_cost():
     late = plain.loc["rival", 2.0, "turn 8"]
     assert late[["difference", "low", "high"]].to_list() == pytest.approx([0.4] * 3)
     assert late["ratio"] == pytest.approx(np.exp(0.2))
+    answers = answers.assign(adherence=answers["above"], chance=0.0)
+    adhered = script.adherence(answers, ["family", "strength", "top_k"])
+    one = script.one_table(adhered, arms.assign(messages="all"), table)
+    one = one.set_index(["family", "strength"]).loc["rival", 2.0]
+    above = adhered[(adhered["family"] == "rival") & (adhered["measure"] == "above")]
+    (last,) = above[(above["strength"] == 2) & (above["turn"] == "8")].itertuples()
+    assert one["turn 8"] == f"{last.mean:.2f} [{last.low:.2f}, {last.high:.2f}]"
+    assert one["cost"] == pytest.approx(np.exp(0.2))
+    assert one["way minus all heads"] == row.loc["rival", "turn 8", 1.1]["difference"]
 
 
 def test_effects_are_those_of_each_answer_in_its_chat(tmp_path, monkeypatch):

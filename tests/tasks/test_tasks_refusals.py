@@ -128,6 +128,10 @@ def barred(word):
 
 
 CALLS = {
+    "one prefix for all": (
+        lambda: load_task("sentiment").with_prefix("Very good:"),
+        "prefix 'Very good:' is the same for all attributes; write {attribute}",
+    ),
     "a misspelt attribute": (misspelt, "task 'mood': unknown attribute 'clam'; allowed: calm; did you mean 'calm'"),
     **{
         f"a task called {name}": (lambda name=name: of_file(GOOD, name), f"a task may not be called '{name}'")
