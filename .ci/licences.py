@@ -16,5 +16,5 @@ for component in json.loads(Path(sys.argv[1]).read_text())["components"]:
     }
     name = ", ".join(sorted(names)).replace("License :: OSI Approved :: ", "")
     packages[name or "stated in files alone"].append(f"{component['name']} {component['version']}")
-for name, those in sorted(packages.items(), key=lambda pair: (-len(pair[1]), pair[0])):
-    print(f"{name} ({len(those)}): {', '.join(those)}")
+for name, listed in sorted(packages.items(), key=lambda pair: (-len(pair[1]), pair[0])):
+    print(f"{name} ({len(listed)}): {', '.join(listed)}")

@@ -232,12 +232,12 @@ def hook_attention(
         hooks.first = begin(arguments)
         outer = arguments.get(ATTENTION_NAME)
         blocks = (*(outer.hooks if outer else ()), hooks)
-        arguments[ATTENTION_NAME] = this = _describe_pass(network, arguments, blocks, attn)
-        if this.path != FUSED:
-            check_matrix_fits(network, arguments, this.path)
+        arguments[ATTENTION_NAME] = described = _describe_pass(network, arguments, blocks, attn)
+        if described.path != FUSED:
+            check_matrix_fits(network, arguments, described.path)
         arguments.update(_arguments_for_all_queries(network, arguments))
         now = network.config._attn_implementation
-        name = FUSED_NAME if this.path == FUSED else ATTENTION_NAME
+        name = FUSED_NAME if described.path == FUSED else ATTENTION_NAME
         if now != name and now in (FUSED_NAME, ATTENTION_NAME):  # not what others have set since
             network.set_attn_implementation(name)
 

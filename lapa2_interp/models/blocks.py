@@ -302,8 +302,8 @@ def attach_hooks(
 
     with ExitStack() as undo:
         undo.enter_context(open_block(network, begin, state, [name for name, _ in hooks], **ends))
-        for those, is_ahead in ((ahead, True), (hooks, False)):
-            for name, function in those:
+        for group, is_ahead in ((ahead, True), (hooks, False)):
+            for name, function in group:
                 if (point := points.get(name)) is None:
                     raise DeadHookError(f"the model has no hook point {name}")
                 point.add_hook(guard(name, function, not is_ahead), prepend=is_ahead)
