@@ -13,11 +13,14 @@
 #   random K: small if the head adds nothing.
 #
 # The K of the largest value is found on one half of the prompts and judged on the other; with
-# `--further N` completeness is judged on N prompts more instead.
+# `--further N` completeness is judged on N prompts more instead. There the heads that oppose the
+# prefix most, as many as C has, are added to C and taken from M: do they explain why some heads
+# give more than all do?
 #
 #     lapa2 select smollm2-135m --task sentiment --score slope --heads 24 --out sentiment.json
 #     python analyses/circuit_criteria.py sentiment.json --task sentiment --prompts neutral.txt \
 #         --out FOLDER
+#     python figures/circuit_criteria.py FOLDER       # the criteria with tests, and a figure
 
 # %%
 from dataclasses import replace
@@ -25,14 +28,14 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
+from rivals import digits
 
 from lapa2_interp import Selection, load_model
 from lapa2_interp._util.errors import CircuitError
-from lapa2_interp._util.files import write_text
-from lapa2_interp._util.plots import new_figure, plain_axes
+from lapa2_interp._util.files import write_json, write_text
 from lapa2_interp._util.table_formats import as_csv, as_text
 from lapa2_interp.circuits import ContrastSet, attribution, knock_out
-from lapa2_interp.circuits.statistics import share_interval
+from lapa2_interp.circuits.statistics import max_t, share_interval
 from lapa2_interp.circuits.units import Unit, all_heads
 from lapa2_interp.paper.scripts import ScriptOptions
 from lapa2_interp.tasks.prompts import read_prompts
@@ -46,7 +49,7 @@ parser.add_argument("--further", type=int, default=0, help="prompts that judge c
 parser.add_argument("--metric", choices=("lex", "js"), default="lex", help="what F is")
 parser.add_argument("--tokens", type=int, default=32, help="tokens of a text")
 parser.add_argument("--random", type=int, default=20, help="random subsets K; orders: a quarter")
-parser.add_argument("--greedy", type=int, default=8, help="heads of the greedy K")
+parser.add_argument("--greedy", type=int, default=8, help="heads of the largest greedy K")
 parser.add_argument("--out", type=Path, required=True, help="folder of the tables")
 options = parser.parse_args()
 card = Selection.load(options.card)
@@ -127,23 +130,6 @@ for kind, of_kind in orders.items():
 faithfulness = pd.DataFrame(rows).assign(area=lambda table: table["order"].map(areas))
 print(as_text(faithfulness, ".3f"))
 write_text(options.out / "faithfulness.csv", as_csv(faithfulness))
-figure = new_figure(3.6, 2.8)
-axes = figure.subplots()
-for colour, (kind, part) in zip(
-    ("#0072B2", "#777777"), faithfulness.groupby("order", sort=False), strict=True
-):
-    label = f"{kind}, area {areas[kind]:.2f}"
-    axes.plot(part["heads"], part["share"], color=colour, marker="o", ms=3, label=label)
-    axes.fill_between(part["heads"], part["low"], part["high"], color=colour, alpha=0.15, lw=0)
-axes.axhline(1, color="0.7", lw=0.6)
-axes.set_xscale("symlog", base=2, linthresh=1)
-axes.set_xlim(0, 1.1 * len(every))
-ticks = [n for n in sizes if n in (0, 1, 2, 4, 8, 16, 32, 64, len(every))]
-axes.set_xticks(ticks, [str(n) for n in ticks])
-axes.minorticks_off()
-figure.legend(loc="outside upper left", fontsize=8, frameon=False)
-plain_axes(axes, "heads that see the prefix", f"F(C) / F(M), {options.metric}")
-figure.savefig(options.out / "faithfulness.png")
 
 # %% [markdown]
 # ## Completeness
@@ -167,30 +153,35 @@ def gaps(contrast_set: ContrastSet, subsets: list) -> np.ndarray:
     return controls[: len(subsets)] - controls[len(subsets) :]
 
 
-greedy: tuple = ()
+greedy, grown, largest = (), (), 0.0
 for _ in range(min(options.greedy, len(chosen))):
-    candidates = [(*greedy, head) for head in chosen if head not in greedy]
+    candidates = [(*grown, head) for head in chosen if head not in grown]
     mean_gaps = np.abs(gaps(finding, candidates).mean(1))
-    greedy = candidates[int(mean_gaps.argmax())]
+    grown = candidates[int(mean_gaps.argmax())]
+    if mean_gaps.max() > largest:
+        greedy, largest = grown, mean_gaps.max()
 mean_gaps = np.abs(gaps(finding, drawn).mean(1))
-kinds = {"none": (), "greedy": greedy, "worst of random": drawn[int(mean_gaps.argmax())]}
 further = judging
 if options.further:
     beyond = prompts[options.n :]
     further = ContrastSet.of(model, options.task, prompts=beyond, tokens=options.tokens)
-judged = gaps(further, list(kinds.values()))
-everything, _ = control(further, [every, ()])
-rows = []
-for (kind, subset), by_prompt in zip(kinds.items(), judged, strict=True):
-    share, low, high = share_interval(by_prompt[:, None], everything)
-    rows.append(
-        {"K": kind, "heads": len(subset), "gap": by_prompt.mean(), "share": share[0]}
-        | {"low": low[0], "high": high[0], "prompts": len(by_prompt)}
-        | {"which": " ".join(f"{layer}.{head}" for layer, head in subset)}
-    )
-completeness = pd.DataFrame(rows)
-print(as_text(completeness, ".3f"))
-write_text(options.out / "completeness.csv", as_csv(completeness))
+opposing = slopes.best(len(every))[::-1][: len(chosen)]
+sets = {"all": every, "chosen": chosen}
+for kind, subset in {"greedy": greedy, "random": drawn[int(mean_gaps.argmax())]}.items():
+    sets |= {f"all without {kind}": without(every, *subset)}
+    sets |= {f"chosen without {kind}": without(chosen, *subset)}
+sets |= {"all without opposing": without(every, *opposing)}
+sets |= {"chosen and opposing": tuple(dict.fromkeys((*chosen, *opposing)))}
+controls = pd.DataFrame(dict(zip(sets, control(further, list(sets.values())), strict=True)))
+names = [digits(prompt) for prompt in dict.fromkeys(further.clusters)]
+controls.insert(0, "prompt", names)
+print(as_text(controls.drop(columns="prompt").mean().to_frame(options.metric).T, ".4f"))
+write_text(options.out / "controls.csv", as_csv(controls, 7))
+left_out = {
+    name: " ".join(f"{layer}.{head}" for layer, head in every if (layer, head) not in heads)
+    for name, heads in sets.items()
+}
+write_json(options.out / "left-out.json", left_out)
 
 # %% [markdown]
 # ## Minimality
@@ -211,9 +202,10 @@ for head in chosen:
     own = [i for i, (_, pair_head) in enumerate(pairs) if pair_head == head]
     most = max(own, key=lambda i: abs(lost["finding"][i].mean()))
     share, low, high = share_interval(lost["judging"][most][:, None], everything)
+    p = max_t(lost["judging"][most][:, None]).p[0]
     rows.append(
         {"layer": head[0], "head": head[1], "K": len(subsets[pairs[most][0]])}
-        | {"share": share[0], "low": low[0], "high": high[0], "prompts": len(everything)}
+        | {"share": share[0], "low": low[0], "high": high[0], "p": p, "prompts": len(everything)}
     )
 minimality = pd.DataFrame(rows)
 print(as_text(minimality, ".3f"))
