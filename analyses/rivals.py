@@ -161,7 +161,15 @@ def with_earlier(rows: pd.DataFrame, file: Path) -> pd.DataFrame:
 
 
 def families(run: Run) -> pd.DataFrame:
-    """By cell, the name of its family and its strength."""
+    """By cell, the name of its family and its strength.
+
+    Raises:
+        RunError: Arms have prefixes of several kinds, so that they differ by more than the way.
+    """
+    kinds = {cell.prefix_kinds: cell for cell in run.by_key.values() if cell.prefix_kinds}
+    if len(kinds) > 1:
+        listed = "; ".join(f"{', '.join(kind)} ({one.method})" for kind, one in kinds.items())
+        raise RunError(f"arms have several kinds of prefix: {listed}; give `prefixes` in the grid")
     names = name_families(cell.active_augmentations for cell in run.by_key.values())
     base = next(iter(run.by_key.values()))  # a grid's first arm, no bias
 

@@ -31,8 +31,10 @@ NAMES = {
 """Of families that the figure calls otherwise."""
 SETTINGS = {
     "": "sentiment",
+    "again": "sentiment, other prompts",
+    "soft": "sentiment, soft prefixes",
     "topic": "topic",
-    "soft": "soft prefixes",
+    "topic-soft": "topic, soft prefixes",
     "air-decoding": "Air-Decoding",
     "dexperts": "DExperts",
     "gemma": "Gemma as the writer",

@@ -24,7 +24,7 @@ from lapa2_interp._util.values import Count, Positive
 from lapa2_interp.attention.trace import TraceKind
 from lapa2_interp.bias.augmentation import Augmentation, Augmentations, active_augmentations
 from lapa2_interp.generation.settings import BannedWordsPolicy, CellSettings, EosPolicy, Head
-from lapa2_interp.methods.base import Branch, Method
+from lapa2_interp.methods.base import Branch, Method, SoftPrefixKey
 from lapa2_interp.methods.chat import Chat
 from lapa2_interp.methods.registry import assign_augmentations, find_class, get_for_task, load_task
 from lapa2_interp.methods.registry import get as get_method
@@ -178,6 +178,16 @@ class Cell(BaseModel):
     def branches(self) -> tuple[Branch, ...]:
         """The method's model calls."""
         return self.decoding_method.branches(self.task, self.attribute)
+
+    @property
+    def prefix_kinds(self) -> tuple[str, ...]:
+        """The kinds of the branches' prefixes: hard, or the name of a soft set such as mle."""
+        kinds = {
+            branch.prefix.set if isinstance(branch.prefix, SoftPrefixKey) else "hard"
+            for branch in self.branches
+            if branch.prefix is not None or branch.chat is not None
+        }
+        return tuple(sorted(kinds))
 
     @cached_property
     def branch_augmentations(self) -> tuple[Augmentations, ...]:

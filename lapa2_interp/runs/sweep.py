@@ -153,7 +153,7 @@ def sweep(
             left_to_make = estimate(left, device)
             notify(
                 f"{len(left)} of {len(cells)} cells to make: {left_to_make}, with"
-                f" {pluralize(runner.n_workers, 'worker')}"
+                f" {pluralize(runner.n_workers, 'worker')}\n{_listed_prefixes(left)}"
             )
             # A cluster's machines may have other memory than this one.
             memory = left_to_make.memory if engine == "local" else 0
@@ -168,6 +168,19 @@ def sweep(
         raise
     finally:
         runner.close()
+
+
+def _listed_prefixes(cells: Sequence[Cell]) -> str:
+    """The kinds of prefixes, with the methods of each if there are several: a default may differ by
+    method and task."""
+    methods: dict[str, dict[str, None]] = {}
+    for cell in cells:
+        methods.setdefault(" and ".join(cell.prefix_kinds) or "none", {})[cell.method] = None
+    listed = [
+        kind if len(methods) == 1 else f"{kind} ({', '.join(names)})"
+        for kind, names in methods.items()
+    ]
+    return f"prefixes: {'; '.join(listed)}"
 
 
 def _check_methods(cells: Sequence[Cell]) -> None:

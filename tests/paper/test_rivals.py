@@ -132,6 +132,16 @@ def test_a_methods_own_strength_is_a_family():
     assert table.loc[biased.key].tolist() == ["lapa2", 0.4]
 
 
+def test_arms_with_unlike_prefixes_are_refused():
+    import rivals
+
+    asked = {"prompts": "The lake", "attribute": "world", "length": 12, "task": "topic"}
+    methods = ("prefix", {"name": "caa", "with_prefix": True})
+    cells = [cell_of("smollm2-135m", method=method, **asked) for method in methods]
+    with pytest.raises(RunError, match=r"mle \(prefix\); hard \(caa\); give `prefixes`"):
+        rivals.families(SimpleNamespace(by_key={cell.key: cell for cell in cells}))
+
+
 def test_distinct_pairs_are_counted_over_all_texts():
     import rivals
 

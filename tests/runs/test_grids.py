@@ -724,13 +724,24 @@ def test_the_usual_devices_are_known():
     check_device("cpu")
 
 
+def test_a_sweep_says_which_methods_have_which_prefixes(tmp_path, capsys):
+    (tmp_path / "kinds.toml").write_text(
+        'description = "x"\nmodel = "smollm2-135m"\ntask = "topic"\nprompts = 1\nlength = 12\n'
+        'samples = 1\nmethod = ["prefix", "remind", "none"]\naugmentation = "none"\n'
+    )
+    run = ("sweep --workers 1 --device cpu --dry-run", tmp_path / "kinds.toml")
+    assert lapa2(*run, "--out", tmp_path / "run") == 0
+    assert "prefixes: mle (prefix); hard (remind); none (none)\n" in capsys.readouterr().err
+
+
 def test_a_dry_run_says_the_work_and_makes_nothing(tmp_path, capsys):
     (tmp_path / "mine.toml").write_text(TINY)
     run = tmp_path / "run"
     command = ("sweep --workers 1 --device cpu", tmp_path / "mine.toml", "--out", run)
     assert lapa2(*command, "--dry-run") == 0
     printed = capsys.readouterr()
-    assert re.search("2 of 2 cells to make: 4 texts, .* row-tokens, .* with 1 worker", printed.err)
+    expected = "2 of 2 cells to make: 4 texts, .* row-tokens, .* with 1 worker\nprefixes: hard\n"
+    assert re.search(expected, printed.err)
     assert printed.out == f"0 cells there, and none made: {run}\n"
     assert not run.exists()
     assert lapa2(*command, "--only", "attribute=positive") == 0
