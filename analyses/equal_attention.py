@@ -13,7 +13,8 @@
 the chosen ones; as many of largest attention; as many random heads of the same layers, none of them
 chosen (*random*), and none of them among those that oppose the prefix most either (*random, no
 opposers*); and the chosen heads with the opposing ones far down. A draw of random heads has a third
-of the prompts. Other grids: `--model`, with a card of that model, and `--prefix`, other words.
+of the prompts. Other grids: `--model`, with a card of that model; `--prefix`, other words; and
+`--prefixes`, soft ones, with a card of them.
 
 `judge` writes texts.parquet (a row a text, without the text: digits of its prompt's digest),
 arms.csv and differences.csv: the chosen heads minus every other set, and every set minus no bias,
@@ -77,6 +78,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=Path, help="a prompt a line")
     parser.add_argument("--model", default="smollm2-135m", help="a name, a hub id or a folder")
     parser.add_argument("--prefix", default=TASK, help='words such as "A {attribute} text:"')
+    parser.add_argument("--prefixes", default="hard", help="hard, or a soft set such as mle")
     parser.add_argument("--size", type=int, default=100, help="prompts in a third")
     parser.add_argument("--out", type=Path, required=True, help="grid: a file; judge: a folder")
     options = parser.parse_args()
@@ -86,7 +88,8 @@ def main() -> None:
         model = load_model(options.model, dtype="float32", model_class="TransformersModel")
         prompts = read_text(options.prompts).splitlines()[: TEXTS // 2]
         card = Selection.load(options.card)
-        text = grid(model, card, prompts, options.model, options.prefix, options.size)
+        words = {"prefix": options.prefix, "prefixes": options.prefixes}
+        text = grid(model, card, prompts, options.model, **words, size=options.size)
         write_text(options.out, text)
         return
     if options.run is None:
@@ -119,6 +122,7 @@ def grid(
     prompts: Sequence[str],
     model_name: str,
     prefix: str = TASK,
+    prefixes: str = "hard",
     size: int = 100,
 ) -> str:
     """The grid, with a block for each third of the prompts.
@@ -126,6 +130,7 @@ def grid(
     Args:
         model_name: In the grid.
         prefix: Words such as "A {attribute} text:"; task: those of the task.
+        prefixes: "hard", or a soft set of the task.
         size: Prompts in a third.
     """
     task = load_task("sentiment")
@@ -135,7 +140,13 @@ def grid(
         example
         for attribute in card.task
         for example in ContrastSet.of(
-            model, task, prompts=list(prompts), source=attribute, tokens=64, seed=2
+            model,
+            task,
+            prefixes=prefixes,
+            prompts=list(prompts),
+            source=attribute,
+            tokens=64,
+            seed=2,
         ).examples
     ]
     texts = ContrastSet.of_examples(*examples)
@@ -162,7 +173,7 @@ def grid(
         'model_class = "TransformersModel"',
         'dtype = "float32"',
         'task = "sentiment"',
-        'method = "prefix"',
+        f'method = {{ name = "prefix", prefixes = "{prefixes}" }}',
         f'prefix = "{prefix}"',
         "length = 64",
         "samples = 1",

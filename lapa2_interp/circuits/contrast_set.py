@@ -35,7 +35,7 @@ from lapa2_interp.models.card import (
 )
 from lapa2_interp.models.fingerprint import weights_read_once
 from lapa2_interp.models.load import resolve_model
-from lapa2_interp.prefixes.soft_prefix import SoftPrefix
+from lapa2_interp.prefixes.soft_prefix import SoftPrefix, find_prefix
 from lapa2_interp.stats import label_codes
 from lapa2_interp.tasks.prompts import as_prompts
 from lapa2_interp.tasks.segmentation import text_key
@@ -88,6 +88,7 @@ class ContrastSet:
         task: str | Task,
         *,
         attribute: str | None = None,
+        prefixes: str = "hard",
         prompts: str | Path | Sequence[str | Path] | Prompts | None = None,
         texts: Mapping[str, Sequence[Sequence[int]]] | None = None,
         source: str = RAW,
@@ -100,9 +101,10 @@ class ContrastSet:
 
         Args:
             model: A model or its name.
-            task: A name or a task with two attributes or more and hard prefixes of one length. In
-                a task with a chat, its span is the prefix, and a text its first answer.
+            task: A name or a task with two attributes or more and prefixes of one length. In a task
+                with a chat, its span is the prefix, and a text its first answer.
             attribute: The target; by default the task's first.
+            prefixes: "hard", or soft ones: mle, contrastive, or a set's folder.
             prompts: As `tasks.as_prompts` takes them; by default the task's.
             texts: By prompt, token ids of texts to score; by default the model writes them.
             source: The attribute whose prefix steers the texts, or `RAW` for none. Raw texts are
@@ -115,8 +117,9 @@ class ContrastSet:
 
         Raises:
             TaskError: Unknown, or without opposite attributes.
-            CircuitError: Prefixes of different lengths; a chat of several answers; no prompts,
-                tokens or samples are requested; or as `check`.
+            CircuitError: Prefixes of different lengths; a chat of several answers, or with soft
+                prefixes; no prompts, tokens or samples are requested; or as `check`.
+            PrefixError: As `find_prefix`.
             LayoutError: As `check`.
         """
         model = resolve_model(model)
@@ -128,24 +131,36 @@ class ContrastSet:
                 f"circuits read the first answer of a chat, and that of task {chosen.name!r} has"
                 f" {chosen.chat.n_turns}; leave out its later messages (`later`)"
             )
+        if chosen.chat is not None and prefixes != "hard":
+            raise CircuitError(f"a chat has hard prefixes; found {prefixes!r}")
         target = next(iter(chosen.attributes)) if attribute is None else attribute
         names = (target, *chosen.others(target))
         requested = as_prompts(chosen.prompts if prompts is None else prompts).texts
         check_request(requested, texts)
-        prefixes = {name: chosen.prefix(name) for name in names}
+        hard = {name: chosen.prefix(name) for name in names}
+        soft = {}
+        if prefixes != "hard":
+            soft = {name: find_prefix(model, chosen.name, prefixes, name) for name in names}
 
         def example(prompt: str, ids: Sequence[int]) -> ContrastExample:
+            if soft:
+                return ContrastExample.of_soft(model.tokenizer, soft, prompt, ids, source)
             if chosen.chat is None:
-                return ContrastExample.of(model.tokenizer, prefixes, prompt, ids, source)
-            return ContrastExample.of_chat(
-                model.tokenizer, chosen.chat, prefixes, prompt, ids, source
-            )
+                return ContrastExample.of(model.tokenizer, hard, prompt, ids, source)
+            return ContrastExample.of_chat(model.tokenizer, chosen.chat, hard, prompt, ids, source)
 
         for prompt in requested:  # a refusal comes before texts are written
             example(prompt, [0])
         if texts is None:
             texts = write_texts(
-                model, chosen, source, requested, tokens=tokens, samples=samples, seed=seed
+                model,
+                chosen,
+                source,
+                requested,
+                tokens=tokens,
+                prefixes=prefixes,
+                samples=samples,
+                seed=seed,
             )
         if not words:
             with suppress(DataError, CircuitError):

@@ -340,10 +340,15 @@ def read_prefixes(
 
     Returns:
         The rows with the prefix in their cache, and the tokens of prompt and text that follow it.
+
+    Raises:
+        CircuitError: A shift with a soft prefix, whose keys stay where they were trained.
     """
     cached_rows, layouts = BridgeRows(model), [example.layouts[branch] for example, branch in rows]
     cached_rows.shift = shift
     if layouts[0].soft:
+        if shift:
+            raise CircuitError("the keys of a soft prefix have fixed positions; give hard prefixes")
         n = 0
         cached_rows.start_after_prefix(
             layouts, [example.prefixes[branch] for example, branch in rows]

@@ -168,6 +168,32 @@ class ContrastExample:
         return cls(prompt, tuple(prefixes), tuple(layouts), tuple(map(int, ids)), source, raw)
 
     @classmethod
+    def of_soft(
+        cls,
+        tokenizer: PreTrainedTokenizerBase,
+        prefixes: Mapping[str, SoftPrefix],
+        prompt: str,
+        text: Sequence[int],
+        source: str = RAW,
+    ) -> ContrastExample:
+        """A text after soft prefixes.
+
+        Args:
+            prefixes: By attribute, the target first.
+            prompt, text, source: As `of`.
+
+        Raises:
+            CircuitError: The prefixes have different lengths, or the text is empty.
+            LayoutError: As `Layout.of`.
+        """
+        layouts = tuple(
+            Layout.of(tokenizer, None, prompt, soft=len(prefix)) for prefix in prefixes.values()
+        )
+        raw = Layout.of(tokenizer, None, prompt)
+        ids = tuple(map(int, text))
+        return cls(prompt, tuple(prefixes), layouts, ids, source, raw, tuple(prefixes.values()))
+
+    @classmethod
     def of_chat(
         cls,
         tokenizer: PreTrainedTokenizerBase,
@@ -223,11 +249,12 @@ def write_texts(
     prompts: Sequence[str],
     *,
     tokens: int,
+    prefixes: str = "hard",
     samples: int = 1,
     seed: int = 1,
 ) -> dict[str, list[list[int]]]:
-    """Texts that a model writes, by prompt, each of `tokens` tokens: after an attribute's hard
-    prefix, or after the prompt alone; in a chat, with the span of an attribute hidden."""
+    """Texts that a model writes, by prompt, each of `tokens` tokens: after an attribute's prefix,
+    or after the prompt alone; in a chat, with the span of an attribute hidden."""
     longest = max(
         len(model.tokenizer(prompt, add_special_tokens=False).input_ids) for prompt in prompts
     )
@@ -238,7 +265,7 @@ def write_texts(
     elif source == RAW:
         method, parameters = "none", {}
     else:
-        method, parameters = "prefix", {"prefixes": "hard"}
+        method, parameters = "prefix", {"prefixes": prefixes}
     cell = cell_of(
         model,
         method=method,

@@ -68,7 +68,7 @@ OTHER_KNOCK_OUTS: tuple[tuple[str, Phase], ...] = (
     ("cut", "predicting_only"),
 )
 """Other replacements and phases of a knock-out."""
-TEXT_SETTINGS = ("attribute", "prompts", "tokens", "samples", "seed")
+TEXT_SETTINGS = ("attribute", "prefixes", "prompts", "tokens", "samples", "seed")
 
 
 @numbers_checked
@@ -79,6 +79,7 @@ def run_study(
     folder: str | Path,
     *,
     attribute: str | None = None,
+    prefixes: str = "hard",
     prompts: str | Path | Sequence[str | Path] | Prompts | None = None,
     tokens: Count = 32,
     samples: Count = 1,
@@ -91,7 +92,7 @@ def run_study(
 
     Args:
         model: A model or its name.
-        task, attribute, prompts, tokens, samples, seed: As `ContrastSet.of`.
+        task, attribute, prefixes, prompts, tokens, samples, seed: As `ContrastSet.of`.
         folder: A new folder, or one that the same call has begun.
         best: Number of the best heads that are tested with the other replacements and phases; as
             many random heads are added.
@@ -107,6 +108,7 @@ def run_study(
         "model": model_card(model).model_dump(mode="json"),
         "task": task if isinstance(task, str) else task.name,
         "attribute": attribute,
+        "prefixes": prefixes,
         "prompts": None if prompts is None else list(as_prompts(prompts).texts),
         "tokens": tokens,
         "samples": samples,
@@ -249,7 +251,12 @@ def _study_texts(
             texts.setdefault(prompt, []).append(text)
         prompts = Prompts(texts=tuple(texts))
         contrast_set = ContrastSet.of(
-            model, task, attribute=settings["attribute"], prompts=prompts, texts=texts
+            model,
+            task,
+            attribute=settings["attribute"],
+            prefixes=settings["prefixes"],
+            prompts=prompts,
+            texts=texts,
         )
         # The task's file may have changed, and with it the layouts.
         check_same_inputs(stored["facts"], contrast_set.facts(model), folder, CircuitError)

@@ -158,6 +158,8 @@ class ContrastOptions:
     """A task of two attributes or more whose prefixes have equal lengths in tokens."""
     attribute: str | None = None
     """The target; by default the task's first."""
+    prefixes: str = "hard"
+    """hard, or soft ones: mle, contrastive, or a set's folder."""
     prompt: Annotated[tuple[str, ...], Several, Unshown] = ()
     """Prompts, instead of the task's. Fewer than 8 give numbers and no claims; better are 32."""
     prompts: Path | None = None
@@ -177,6 +179,7 @@ class ContrastOptions:
         prompts: list[str | Path] = [*self.prompt, *([self.prompts] if self.prompts else [])]
         return {
             "attribute": self.attribute,
+            "prefixes": self.prefixes,
             "prompts": as_prompts(prompts) if prompts else None,
             "tokens": self.tokens,
             "samples": self.samples,
