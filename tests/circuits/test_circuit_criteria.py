@@ -1,5 +1,11 @@
 """analyses/circuit_criteria.py: its three criteria, from control scores under a cut of the other
-heads."""
+heads; and figures/circuit_criteria.py: their tests."""
+
+import importlib.util
+import json
+import sys
+from itertools import product
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -10,9 +16,14 @@ from lapa2_interp import Augmentation
 from lapa2_interp.circuits import ContrastSet, control_score, select
 from lapa2_interp.circuits.units import all_heads
 
-pytestmark = pytest.mark.long
+ROOT = Path(__file__).parents[2]
 CHOOSING = ["A man", "It was", "One day", "He had", "She saw", "We are", "They go", "No one"]
 PROMPTS = [f"The {word} of the" for word in ("lake", "book", "city", "road", "king", "day")]
+
+
+def pairs(listed):
+    """Heads of a text such as "3.1 4.0"."""
+    return [tuple(map(int, head.split("."))) for head in listed.split()]
 
 
 @pytest.fixture(scope="module")
@@ -31,9 +42,9 @@ def tables(tmp_path_factory):
     settings |= {"n": 4, "further": 2}
     options = [f"--{name}={value}" for name, value in settings.items()]
     script("analyses", "circuit_criteria", folder / "card.json", "--out", folder, *options)
-    assert (folder / "faithfulness.png").is_file()
-    names = ("faithfulness", "completeness", "minimality")
-    return model, card, {name: pd.read_csv(folder / f"{name}.csv") for name in names}
+    names = ("faithfulness", "controls", "minimality")
+    tables = {name: pd.read_csv(folder / f"{name}.csv") for name in names}
+    return model, card, tables, json.loads((folder / "left-out.json").read_text())
 
 
 def lex(model, asked, heads):
@@ -44,8 +55,9 @@ def lex(model, asked, heads):
     return asked.by_prompt(np.nanmean(score, axis=1))
 
 
+@pytest.mark.long
 def test_faithfulness_is_lex_of_these_heads_alone(tables):
-    model, card, frames = tables
+    model, card, frames, _ = tables
     asked = ContrastSet.of(model, "sentiment", prompts=PROMPTS[:4], tokens=6)
     table = frames["faithfulness"].query("order == 'by slope'").set_index("heads")
     control = lex(model, asked, all_heads(model)).sum()
@@ -59,22 +71,29 @@ def test_faithfulness_is_lex_of_these_heads_alone(tables):
     assert table["area"].tolist() == pytest.approx([expected] * len(table), abs=1e-4)
 
 
-def test_completeness_and_minimality_are_judged_on_other_prompts(tables):
-    model, card, frames = tables
+@pytest.mark.long
+def test_sets_of_heads_and_minimality_are_judged_on_other_prompts(tables):
+    model, card, frames, left_out = tables
     further, asked = (
         ContrastSet.of(model, "sentiment", prompts=prompts, tokens=6)
         for prompts in (PROMPTS[4:], PROMPTS[:4])
     )
-    control = lex(model, further, all_heads(model)).sum()
-    for row in frames["completeness"].to_dict("records"):
-        left_out = str(row["which"]).split() if row["heads"] else []
-        subset = [tuple(map(int, head.split("."))) for head in left_out]
-        of_c, of_m = (
-            lex(model, further, tuple(head for head in heads if head not in subset)).sum()
-            for heads in (card.heads, all_heads(model))
+    assert len(frames["controls"]) == 2
+    for name, listed in left_out.items():
+        heads = tuple(head for head in all_heads(model) if head not in pairs(listed))
+        assert frames["controls"][name].to_numpy() == pytest.approx(
+            lex(model, further, heads), abs=1e-4
         )
-        assert row["share"] == pytest.approx((of_c - of_m) / control, abs=1e-4)
-        assert row["prompts"] == 2
+    # Which heads a set lacks.
+    every, chosen = set(all_heads(model)), set(card.heads)
+    lacks = {name: set(pairs(listed)) for name, listed in left_out.items()}
+    assert lacks["all"] == set()
+    assert lacks["chosen"] == every - chosen
+    for kind in ("greedy", "random"):
+        assert lacks[f"chosen without {kind}"] - lacks[f"all without {kind}"] == every - chosen
+        assert lacks[f"all without {kind}"] <= chosen
+    assert len(lacks["all without opposing"]) == len(chosen)
+    assert lacks["chosen and opposing"] == every - chosen - lacks["all without opposing"]
     judging = type(asked)(asked.examples[1::2], asked.words)
     control = lex(model, judging, all_heads(model)).sum()
     # With two heads, a K of the minimality of one holds nothing or the other head.
@@ -84,3 +103,41 @@ def test_completeness_and_minimality_are_judged_on_other_prompts(tables):
         before, after = ((head,), ()) if row["K"] else ((head, partner), (partner,))
         lost = lex(model, judging, before).sum() - lex(model, judging, after).sum()
         assert row["share"] == pytest.approx(lost / control, abs=1e-4)
+        changes = lex(model, judging, before) - lex(model, judging, after)
+        flips = [abs((np.array(signs) * changes).mean()) for signs in product((1, -1), repeat=2)]
+        assert row["p"] == np.mean(np.array(flips) >= abs(changes.mean()) * (1 - 1e-9))
+
+
+def test_tests_of_all_folders_are_corrected_together(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", [str(ROOT / "figures"), *sys.path])
+    spec = importlib.util.spec_from_file_location(
+        "circuit_criteria_figure", ROOT / "figures" / "circuit_criteria.py"
+    )
+    figure = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(figure)
+    rng, folders = np.random.default_rng(0), [tmp_path / "one", tmp_path / "two"]
+    for folder in folders:
+        folder.mkdir()
+        controls = pd.DataFrame({"prompt": range(12), "all": 1.0, "chosen": 1.3})
+        controls["chosen"] += rng.normal(0, 0.1, 12)
+        for name in {name for pair in figure.DIFFERENCES.values() for name in pair}:
+            if name not in controls:
+                controls[name] = rng.normal(1, 0.1, 12)
+        controls.to_csv(folder / "controls.csv", index=False)
+        pd.DataFrame(
+            {"layer": [2], "head": [1], "K": [0], "share": [0.2], "low": [0.1], "high": [0.3]}
+            | {"p": [0.01], "prompts": [6]}
+        ).to_csv(folder / "minimality.csv", index=False)
+        pd.DataFrame(
+            {"order": ["by slope"] * 2 + ["random"] * 2, "heads": [1, 8, 1, 8]}
+            | {"share": [0.5, 1, 0.1, 1], "low": [0.4, 1, 0, 1], "high": [0.6, 1, 0.2, 1]}
+        ).to_csv(folder / "faithfulness.csv", index=False)
+    table = figure.criteria(folders)
+    assert len(table) == 2 * (len(figure.DIFFERENCES) + 1)
+    first = table[table["criterion"] == "chosen heads"].iloc[0]
+    changes = pd.read_csv(folders[0] / "controls.csv").eval("chosen - all")
+    assert first["share"] == pytest.approx(changes.mean())
+    assert first["p"] == 2 / 2**12  # all twelve have one sign
+    assert first["p_holm"] == pytest.approx(12 * 2 / 2**12)
+    assert table.loc[table["heads"] == "2.1", "p"].tolist() == [0.01, 0.01]
+    figure.draw(folders, table).savefig(tmp_path / "criteria.png")

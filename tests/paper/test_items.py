@@ -269,6 +269,7 @@ def test_the_scripts_are_all_of_reproduce():
         "where",
         "instructions",
         "equal_attention",
+        "circuit_criteria",
     }
 
 
