@@ -8,11 +8,12 @@
 #     analyses/circuit_criteria.sh [SETTING]; python figures/circuit_criteria.py
 #
 # Planned on 2026-11-29, before its first number. Prompts are those that the headlines are scored on, 16 tokens of each text (32 were
-# planned, with 10 random K and 8 heads of the greedy one, and changed before the first number, for time: four hours). lex on sentiment; on topic js, since lex of all heads is too small there. Tests, by prompt, with Holm's correction over all of both models
-# and tasks: chosen minus all heads; the same without the greedy K, and without the random one; chosen and opposing heads minus all;
-# all but the opposing minus all; and each chosen head's minimality. The heads are complete if the gap's interval stays within a fifth
-# of all heads' control. The opposing heads explain that chosen heads give more than all, if all without them give more than all, and
-# chosen and opposing heads do not.
+# planned, with 10 random K and 8 heads of the greedy one, and changed before the first number, for time). lex on sentiment; on topic js,
+# since lex of all heads is too small there. Tests, by prompt, with Holm's correction over all of both models and tasks: chosen minus all
+# heads; the same without the greedy K, and without the random one; chosen and opposing heads minus all; all but the opposing minus all;
+# and each chosen head's minimality. The heads are complete if the gap's interval stays within a fifth of all heads' control. The
+# opposing heads explain that chosen heads give more than all, if all without them give more than all, and chosen and opposing heads do
+# not.
 set -euo pipefail
 here=$(dirname "$0")
 for setting in ${1:-sentiment topic gemma}; do
