@@ -60,9 +60,10 @@ from lapa2_interp._util.parsing import parse_toml, read_text
 from lapa2_interp._util.progress import progress_bar
 from lapa2_interp._util.table_formats import as_csv, as_text
 from lapa2_interp.attention.cache import new_rows
-from lapa2_interp.bias.recipes import name_families, parse_recipes, strength
+from lapa2_interp.bias.recipes import name_families, strength
 from lapa2_interp.circuits.selection import Selection, select
 from lapa2_interp.generation.arrange import chat_layout
+from lapa2_interp.methods.registry import load_task
 from lapa2_interp.models.card import Model
 from lapa2_interp.paper.equal_perplexity import BASELINE, RATIOS, SteeringCurves, add_verdicts
 from lapa2_interp.paper.scripts import ScriptOptions, whole_number
@@ -171,15 +172,13 @@ def judged_answers(texts: pd.DataFrame, messages: Sequence[Mapping], neutral: st
 
 
 def shared_heads(model: Model, selection: Selection) -> pd.DataFrame:
-    """How many of these heads carry a prefix, too (figures/rivals), and by chance."""
+    """How many of these heads carry a prefix, too (figures/shared_heads), and by chance."""
+    carriers = pd.read_csv(MESSAGES.parents[1] / "shared_heads" / "heads.csv")
     rows = []
     for task in ("sentiment", "topic"):
-        grid = parse_toml(read_text(MESSAGES.parents[1] / "rivals" / f"{task}.toml"))
-        recipes = (recipe for block in grid["block"] for recipe in block["augmentation"])
-        carriers = next(recipe for recipe in recipes if recipe.startswith("head-selective"))
-        (rule,) = parse_recipes(carriers)
-        shared = set(rule.heads) & set(selection.heads)
-        chance = len(rule.heads) * len(selection.heads) / (model.cfg.n_layers * model.cfg.n_heads)
+        of_task = carriers[carriers["/".join(load_task(task).attributes)]]
+        shared = set(zip(of_task["layer"], of_task["head"], strict=True)) & set(selection.heads)
+        chance = len(of_task) * len(selection.heads) / (model.cfg.n_layers * model.cfg.n_heads)
         rows.append(
             {"task": task, "heads": len(selection.heads), "shared": len(shared), "chance": chance}
         )
