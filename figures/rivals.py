@@ -25,6 +25,8 @@ NAMES = {
     "caa, layer 25": "activation addition, layer 25",
     "caa, layer 13": "activation addition",
     "reminder": "prefix read again",
+    "omega": "larger omega",
+    "strength": "larger strength",
     "temperature": "temperature 0.8",
     "temperature 0.8": "chosen heads, temperature 0.8",
 }
