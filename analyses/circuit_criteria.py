@@ -43,6 +43,7 @@ from lapa2_interp.tasks.prompts import read_prompts
 parser = ScriptOptions("Faithfulness, completeness and minimality of chosen heads")
 parser.add_argument("card", type=Path, help="a card of `lapa2 select`")
 parser.add_argument("--task", required=True, help="a built-in task, or a task file")
+parser.add_argument("--prefixes", default="hard", help="hard, or a soft set such as mle")
 parser.add_argument("--prompts", type=Path, required=True, help="prompts that chose no head")
 parser.add_argument("--n", type=int, default=32, help="prompts that are read")
 parser.add_argument("--further", type=int, default=0, help="prompts that judge completeness")
@@ -54,12 +55,13 @@ parser.add_argument("--out", type=Path, required=True, help="folder of the table
 options = parser.parse_args()
 card = Selection.load(options.card)
 model = load_model(card.model)
-card.check(model)
 prompts = read_prompts(options.prompts)[: options.n + options.further]
 if used := set(prompts) & set(card.prompts):
     raise CircuitError(f"the prompt {min(used)!r} chose the card; give --prompts others")
 every, chosen = all_heads(model), card.heads
-asked = ContrastSet.of(model, options.task, prompts=prompts[: options.n], tokens=options.tokens)
+texts = {"prefixes": options.prefixes, "tokens": options.tokens}
+asked = ContrastSet.of(model, options.task, prompts=prompts[: options.n], **texts)
+card.check(model, asked)
 if options.metric not in asked.metrics:
     raise CircuitError(f"task {options.task} has no words for lex; give --metric js")
 rng = np.random.default_rng(0)
@@ -108,7 +110,7 @@ def without(heads: tuple, *left_out: tuple) -> tuple:
 # %%
 sizes = [n for n in (0, 1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192) if n < len(every)]
 sizes.append(len(every))
-of_card = ContrastSet.of(model, options.task, prompts=card.prompts, tokens=options.tokens)
+of_card = ContrastSet.of(model, options.task, prompts=card.prompts, **texts)
 slopes = attribution(model, of_card, metric=card.metric).table("slope")
 orders = {"by slope": [slopes.best(len(every))]}
 orders["random"] = [
@@ -163,8 +165,7 @@ for _ in range(min(options.greedy, len(chosen))):
 mean_gaps = np.abs(gaps(finding, drawn).mean(1))
 further = judging
 if options.further:
-    beyond = prompts[options.n :]
-    further = ContrastSet.of(model, options.task, prompts=beyond, tokens=options.tokens)
+    further = ContrastSet.of(model, options.task, prompts=prompts[options.n :], **texts)
 opposing = slopes.best(len(every))[::-1][: len(chosen)]
 sets = {"all": every, "chosen": chosen}
 for kind, subset in {"greedy": greedy, "random": drawn[int(mean_gaps.argmax())]}.items():
@@ -173,8 +174,8 @@ for kind, subset in {"greedy": greedy, "random": drawn[int(mean_gaps.argmax())]}
 sets |= {"all without opposing": without(every, *opposing)}
 sets |= {"chosen and opposing": tuple(dict.fromkeys((*chosen, *opposing)))}
 controls = pd.DataFrame(dict(zip(sets, control(further, list(sets.values())), strict=True)))
-names = [digits(prompt) for prompt in dict.fromkeys(further.clusters)]
-controls.insert(0, "prompt", names)
+names = dict(zip(reversed(further.clusters), reversed(further.prompts), strict=True))
+controls.insert(0, "prompt", [digits(names[one]) for one in dict.fromkeys(further.clusters)])
 print(as_text(controls.drop(columns="prompt").mean().to_frame(options.metric).T, ".4f"))
 write_text(options.out / "controls.csv", as_csv(controls, 7))
 left_out = {

@@ -85,6 +85,8 @@ def main() -> None:
     if options.do == "grid":
         if options.card is None or options.prompts is None:
             parser.error("grid needs --card and --prompts")
+        if options.prefix != TASK and options.prefixes != "hard":
+            parser.error("--prefix is a hard prefix; leave out --prefixes")
         model = load_model(options.model, dtype="float32", model_class="TransformersModel")
         prompts = read_text(options.prompts).splitlines()[: TEXTS // 2]
         card = Selection.load(options.card)
@@ -150,6 +152,8 @@ def grid(
         ).examples
     ]
     texts = ContrastSet.of_examples(*examples)
+    if prefix == TASK:
+        card.check(model, texts)
     goal = mean_prefix_attention(model, texts, Augmentation(alpha=1, heads=card.heads))
     down = Augmentation(law="scale", alpha=FAR_DOWN, heads=card.suppressors)
     arms: dict[str, list[str]] = {"no bias": ["none"]}

@@ -3,7 +3,7 @@
 # and it resumes.
 #
 #     analyses/equal_attention.sh                                     # then analyses/equal_attention.py judge results/heads
-#     GRID=wording FIRST=199 analyses/equal_attention.sh              # from prompt 199, into results/heads-wording
+#     GRID=wording FIRST=199 analyses/equal_attention.sh              # from prompt 199, into results/heads-wording; GRID=soft, too
 #     GRID=gemma FIRST=199 MODEL=FOLDER analyses/equal_attention.sh   # another copy of the model that the grid names
 set -euo pipefail
 name=${GRID:-sentiment}

@@ -98,8 +98,9 @@ if __name__ == "__main__":
     parser = ScriptOptions("Figure criteria")
     home = Path(__file__).parent / "circuits" / "criteria"
     parser.add_argument("folders", type=Path, nargs="*", default=[home / name for name in SETTINGS])
-    parser.add_argument("--out", type=Path, default=home, help="folder of criteria.csv and .png")
+    parser.add_argument("--out", type=Path, help="of criteria.csv and .png; else the first folder")
     options = parser.parse_args()
+    out = options.out or (home if options.folders[0].parent == home else options.folders[0])
     tests = criteria(options.folders)
-    write_text(options.out / "criteria.csv", as_csv(tests, 6))
-    draw(options.folders, tests).savefig(options.out / "criteria.png", dpi=200)
+    write_text(out / "criteria.csv", as_csv(tests, 6))
+    draw(options.folders, tests).savefig(out / "criteria.png", dpi=200)

@@ -21,6 +21,7 @@ from lapa2_interp.generation.arrange import chat_layout
 from lapa2_interp.generation.loop import decode_batch
 from lapa2_interp.generation.plan import plan_batches
 from lapa2_interp.generation.resolve import cell_of
+from lapa2_interp.methods.base import SoftPrefixKey
 from lapa2_interp.models.card import Model
 from lapa2_interp.prefixes.soft_prefix import SoftPrefix
 from lapa2_interp.tasks.task import RAW, ChatForm, Prompts, Task
@@ -233,12 +234,14 @@ def check_request(
 
 
 def prefix_texts(tokenizer: PreTrainedTokenizerBase, example: ContrastExample) -> dict[str, str]:
-    """By attribute, the prefix of an example as text."""
+    """By attribute, the prefix of an example as text, or the name of a soft one."""
     return {
-        name: "soft prefix"
-        if layout.soft
-        else decode_tokens(tokenizer, layout.ids[slice(*layout.prefix)])
-        for name, layout in zip(example.attributes, example.layouts, strict=True)
+        name: decode_tokens(tokenizer, layout.ids[slice(*layout.prefix)])
+        if prefix is None
+        else str(SoftPrefixKey(prefix.card.set, prefix.card.attribute))
+        for name, layout, prefix in zip(
+            example.attributes, example.layouts, example.prefixes, strict=True
+        )
     }
 
 

@@ -134,7 +134,7 @@ def check_placebo(model: Model, placebo: Model, contrast_set: ContrastSet) -> No
     if any(layout.soft for example in contrast_set.examples for layout in example.layouts):
         raise CircuitError(
             "a soft prefix fits the weights that it was trained with, so an untrained model cannot"
-            " read it; give a task with hard prefixes, or no placebo"
+            " read it; give hard prefixes, or no placebo"
         )
 
 

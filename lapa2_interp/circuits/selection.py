@@ -178,17 +178,25 @@ class Selection(BaseModel):
         chosen = {"heads": self.heads, "tokens": self.positions, "alpha": self.alpha}
         return {name: value for name, value in chosen.items() if value is not None}
 
-    def check(self, model: Model) -> None:
-        """Refuse another model than the one that chose the heads.
+    def check(self, model: Model, contrast_set: ContrastSet | None = None) -> None:
+        """Refuse another model than the one that chose the heads, and texts behind other prefixes.
 
         Raises:
-            CircuitError: Other weights.
+            CircuitError: Other weights, or other prefixes.
         """
         card = model_card(model)
         if card.weights != self.weights:
             raise CircuitError(
                 f"the selection belongs to {self.model} with {self.weights}; found {card.name} with"
                 f" {card.weights}: choose again in this model (`lapa2 select`)"
+            )
+        if contrast_set is None:
+            return
+        prefixes = prefix_texts(model.tokenizer, contrast_set.examples[0])
+        if prefixes != self.task:
+            raise CircuitError(
+                f"the selection was made behind {', '.join(map(repr, self.task.values()))}; found"
+                f" {', '.join(map(repr, prefixes.values()))}: choose again (`lapa2 select`)"
             )
 
     def save(self, file: str | Path) -> None:
@@ -262,6 +270,11 @@ def select(
     if pro_aug is not None and contrast_set.task is None:
         raise CircuitError(
             "Pro-Aug belongs to a method on a task; give select a task, or leave out pro_aug"
+        )
+    if pro_aug is not None and contrast_set.examples[0].layouts[0].soft:
+        raise CircuitError(
+            "Pro-Aug is decided with a method's own prefixes, and these texts stand behind soft"
+            " ones; leave out pro_aug, and call circuits.prompt_slope with the method's `prefixes`"
         )
     if contrast_set.n_prompts < FEW:
         raise CircuitError(

@@ -158,6 +158,11 @@ def fading(
         }
         if clash := [name for name, value in alone.items() if value is not None]:
             raise RunError(f"--account changes all heads, without a bias; leave out --{clash[0]}")
+        if texts.prefixes != "hard":
+            raise RunError(
+                "--account moves prefixes, and the keys of soft ones have fixed positions; found"
+                f" --prefixes {texts.prefixes}, give hard"
+            )
     loaded = computing.load(model)
     heads = {}
     if selection is not None:

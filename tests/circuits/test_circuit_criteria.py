@@ -13,7 +13,7 @@ import pytest
 from conftest import load, script
 
 from lapa2_interp import Augmentation
-from lapa2_interp.circuits import ContrastSet, control_score, select
+from lapa2_interp.circuits import ContrastSet, attribution, control_score, select
 from lapa2_interp.circuits.units import all_heads
 
 ROOT = Path(__file__).parents[2]
@@ -94,13 +94,47 @@ def test_sets_of_heads_and_minimality_are_judged_on_other_prompts(tables):
         assert lacks[f"all without {kind}"] <= chosen
     assert len(lacks["all without opposing"]) == len(chosen)
     assert lacks["chosen and opposing"] == every - chosen - lacks["all without opposing"]
+    # Those that oppose most, by slope on the card's prompts.
+    choosing = ContrastSet.of(model, "sentiment", prompts=card.prompts, tokens=6)
+    slopes = attribution(model, choosing, metric=card.metric).table("slope").values.mean(0)
+    least = np.argsort(slopes)[: len(chosen)]
+    assert lacks["all without opposing"] == {all_heads(model)[i] for i in least}
+    # The K of the largest gap on the finding half: grown head by head, and at random.
+    finding = type(asked)(asked.examples[::2], asked.words)
+
+    def gap(subset):
+        return abs(
+            (
+                lex(model, finding, tuple(head for head in card.heads if head not in subset))
+                - lex(
+                    model, finding, tuple(head for head in all_heads(model) if head not in subset)
+                )
+            ).mean()
+        )
+
+    first = max(((head,) for head in card.heads), key=gap)
+    assert lacks["all without greedy"] == set(max((first, card.heads), key=gap))
+    rng = np.random.default_rng(0)
+    rng.permutation(len(every))  # the random order of faithfulness
+    drawn = [
+        tuple(head for head, one in zip(card.heads, rng.random(2) < 0.5, strict=True) if one)
+        for _ in range(4)
+    ]
+    assert gap(lacks["all without random"]) == pytest.approx(max(map(gap, drawn)), abs=1e-6)
     judging = type(asked)(asked.examples[1::2], asked.words)
     control = lex(model, judging, all_heads(model)).sum()
     # With two heads, a K of the minimality of one holds nothing or the other head.
     for row in frames["minimality"].to_dict("records"):
         head = (row["layer"], row["head"])
         (partner,) = (card_head for card_head in card.heads if card_head != head)
-        before, after = ((head,), ()) if row["K"] else ((head, partner), (partner,))
+        ways = {0: ((head, partner), (partner,)), 1: ((head,), ())}
+        finding_lost = {
+            n: abs((lex(model, finding, one) - lex(model, finding, two)).mean())
+            for n, (one, two) in ways.items()
+            if n == 0 or (partner,) in drawn
+        }
+        assert row["K"] == max(finding_lost, key=finding_lost.get)
+        before, after = ways[row["K"]]
         lost = lex(model, judging, before).sum() - lex(model, judging, after).sum()
         assert row["share"] == pytest.approx(lost / control, abs=1e-4)
         changes = lex(model, judging, before) - lex(model, judging, after)

@@ -1,7 +1,8 @@
 """Contrast sets behind soft prefixes: `ContrastSet.of(prefixes=SET)`."""
 
+import pandas as pd
 import pytest
-from conftest import load, soft_set
+from conftest import lapa2, load, soft_set
 from test_chats import TASK
 
 from lapa2_interp import generate
@@ -9,6 +10,7 @@ from lapa2_interp._util.errors import CircuitError
 from lapa2_interp.circuits.contrast_set import ContrastSet
 from lapa2_interp.circuits.control import control_score
 from lapa2_interp.circuits.edits import read_prefixes
+from lapa2_interp.circuits.selection import Selection, select
 from lapa2_interp.circuits.study import run_study
 from lapa2_interp.methods.registry import load_task
 from lapa2_interp.prefixes.soft_prefix import load_prefix
@@ -63,14 +65,46 @@ def test_steered_texts_are_those_that_the_soft_prefix_writes(model, folder):
         assert list(example.text) == list(written[example.prompt])[:4]
 
 
-def test_what_has_no_soft_prefix_or_no_position_is_refused(model, folder, tmp_path):
+def test_what_has_no_soft_prefix_or_no_position_is_refused(model, folder, tmp_path, capsys):
     with pytest.raises(CircuitError, match="a chat has hard prefixes; found 'mle'"):
         ContrastSet.of(model, TASK, prefixes="mle")
     example = of(model, folder).examples[0]
     with pytest.raises(CircuitError, match="keys of a soft prefix have fixed positions"):
         read_prefixes(model, [(example, 0)], shift=3)
-    # A study that was begun with other prefixes is another study.
+    # Pro-Aug is decided with a method's own prefixes.
+    prompts = [
+        f"The {name}" for name in ("lake", "sea", "hut", "road", "hill", "town", "farm", "mill")
+    ]
+    with pytest.raises(CircuitError, match="stand behind soft ones; leave out pro_aug"):
+        select(model, of(model, folder, prompts=prompts), score="mass", pro_aug="air-decoding")
+    # The account moves prefixes; nothing is written before the refusal.
+    call = ("fading tiny-llama --account --prefixes", folder, "--out", tmp_path / "account")
+    assert lapa2(*call) != 0
+    assert "the keys of soft ones have fixed positions" in capsys.readouterr().err
+    assert not (tmp_path / "account").exists()
+
+
+def test_a_study_is_of_these_prefixes(model, folder, tmp_path):
     settings = {"prompts": PROMPTS[:1], "tokens": 1, "report": lambda line: None}
     run_study(model, "sentiment", tmp_path / "study", prefixes=str(folder), **settings)
+    table = pd.read_csv(tmp_path / "study" / "control.csv")
+    for source, rows in table.groupby("source"):
+        made = of(model, folder, prompts=PROMPTS[:1], tokens=1, source=source)
+        expected = control_score(model, made).values["js"].mean()
+        assert rows["js"].mean() == pytest.approx(expected, rel=1e-4)
+    assert table["source"].nunique() == 3
+    # One that was begun with other prefixes is another study.
     with pytest.raises(CircuitError, match="prefixes"):
         run_study(model, "sentiment", tmp_path / "study", **settings)
+
+
+def test_a_card_names_its_soft_prefixes_and_refuses_others(model, folder, tmp_path):
+    (tmp_path / "prompts.txt").write_text("\n".join(f"A {name}" for name in "abcdefgh"))
+    card = tmp_path / "card.json"
+    call = ("select tiny-llama --score mass --heads 2 --tokens 2 --prefixes", folder)
+    assert lapa2(*call, "--prompts", tmp_path / "prompts.txt", "--out", card) == 0
+    chosen = Selection.load(card)
+    assert chosen.task == {name: f"<soft mle {name}>" for name in ("positive", "negative")}
+    chosen.check(model, of(model, folder))
+    with pytest.raises(CircuitError, match="made behind '<soft mle positive>'.*found 'Very pos"):
+        chosen.check(model, ContrastSet.of(model, "sentiment", prompts=PROMPTS, tokens=1))
