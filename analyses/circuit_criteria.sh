@@ -19,9 +19,10 @@ here=$(dirname "$0")
 for setting in ${1:-sentiment topic gemma}; do
     case $setting in
     sentiment) options=(--task sentiment --prompts bases/sentiment.txt --further 260) ;;
-    topic) options=(--task topic --prompts bases/topic.txt --further 60 --metric js) ;;
+    # Before its first number, for time: 3 random K, 2 heads of the greedy one.
+    topic) options=(--task topic --prompts bases/topic.txt --further 60 --metric js --random 3 --greedy 2) ;;
     gemma) options=(--task sentiment --prompts bases/sentiment.txt --further 100) ;;
     esac
     sizes=(--n 24 --tokens 16 --random 5 --greedy 4)
-    python "$here/circuit_criteria.py" "$setting.json" "${options[@]}" "${sizes[@]}" --out "criteria/$setting"
+    python "$here/circuit_criteria.py" "$setting.json" "${sizes[@]}" "${options[@]}" --out "criteria/$setting"
 done
