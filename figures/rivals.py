@@ -80,7 +80,7 @@ def draw(arms: pd.DataFrame) -> Figure:
 
 def gather(folder: Path) -> pd.DataFrame:
     """The best ways minus LaPA2 in all heads in every setting that has a folder, where both reach
-    the cost."""
+    the cost; of activation addition the last layer, which a pilot on that task chose."""
     ways = {family: way for way, families in BEST.items() for family in families}
     tables = []
     for name, setting in SETTINGS.items():
@@ -91,8 +91,10 @@ def gather(folder: Path) -> pd.DataFrame:
             rows = rows.rename(columns={"difference_low": "low", "difference_high": "high"})
             tables.append(rows.assign(setting=setting))
     columns = ["setting", "way", "ratio", "metric", "difference", "low", "high"]
-    table = pd.concat(tables).dropna(subset=["low"])
+    table = pd.concat(tables)
     table["way"] = table["family"].map(ways)
+    table = table.drop_duplicates(["setting", "way", "ratio", "metric"], keep="last")
+    table = table.dropna(subset=["low"])
     return table[[*columns, "p_holm", "verdict", "prompts"]]
 
 
