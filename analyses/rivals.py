@@ -9,7 +9,8 @@ is a way to steer at several strengths. Its curve begins at no bias, and familie
 two costs by linear interpolation in ln perplexity (`lapa2_interp.paper.equal_perplexity`).
 
 texts.parquet has a row a text, without the text: round, family, strength, prompt (12 digits of its
-sha256), attribute, nll (by the judge, a token of the continuation), acc hidden (adapter, the
+sha256), attribute, nll (by the judge, a token of the continuation, in nats), bits (by the judge, a
+character), acc hidden (adapter, the
 prefixes' words and their inflections hidden), acc (linear), rep (4-grams that the text had before).
 Rounds that are there and not in the run stay, so that no run has to be kept. diversity.csv has
 distinct-2 of every arm in each round, read.csv forty continuations of every arm,
@@ -72,26 +73,28 @@ def main() -> None:
     texts = complete_rounds(run.texts(list(run.finished)).join(families(run), on="cell"), planned)
     with ScoreCache(options.run / "scores") as cache:
         scored = score(texts, cache)
-    scored["nll"] = judged_nll(scored, options.judge, options.run / "scores" / "judge.csv")
+    judged = judged_nll(scored, options.judge, options.run / "scores" / "judge.csv")
+    scored[judged.columns] = judged
     diversity = pd.DataFrame(
         [
-            {**dict(zip(["round", *ARM], arm, strict=True)), "distinct-2": distinct_2(of)}
-            for arm, of in scored.groupby(["round", *ARM])["continuation"]
+            {**dict(zip(["round", *ARM], arm, strict=True)), "bits": of["bits"].mean()}
+            | {"distinct-2": distinct_2(of["continuation"])}
+            for arm, of in scored.groupby(["round", *ARM])
         ]
     )
     scored["prompt"] = list(map(digits, scored["prompt"]))
     if not (file := options.out / "read.csv").exists():
         shown = [*ARM, "attribute", "prompt", "continuation"]
         write_text(file, as_csv(scored.groupby([*ARM, "attribute"]).head(20)[shown], 6))
-    columns = ["round", *ARM, "prompt", "attribute", "sample", "nll", *METRICS]
+    columns = ["round", *ARM, "prompt", "attribute", "sample", "nll", "bits", *METRICS]
     scored = with_earlier(scored[columns], options.out / "texts.parquet")
     diversity = with_earlier(diversity, options.out / "diversity.csv")
     points, equal = compare(scored, options.planned)
-    diversity = diversity.groupby(ARM, as_index=False)["distinct-2"].mean()
+    diversity = diversity.drop(columns="round").groupby(ARM, as_index=False).mean()
     points = points.merge(diversity, on=ARM)
     write_text(options.out / "arms.csv", as_csv(points, 6))
     wide = points.pivot(
-        index=["attributes", *ARM, "cost", "distinct-2"], columns="metric", values="mean"
+        index=["attributes", *ARM, "cost", "bits", "distinct-2"], columns="metric", values="mean"
     )
     print(as_text(wide.reset_index(), ".3g"))
     write_text(options.out / "equal.csv", as_csv(equal, 6))
@@ -219,10 +222,11 @@ def score(texts: pd.DataFrame, cache: ScoreCache) -> pd.DataFrame:
 
 
 @torch.inference_mode()
-def judged_nll(texts: pd.DataFrame, model: str, file: Path) -> np.ndarray:
-    """Mean -ln p a token of each continuation given its prompt, in nats; NaN where there is none.
+def judged_nll(texts: pd.DataFrame, model: str, file: Path) -> pd.DataFrame:
+    """-ln p of each continuation given its prompt: `nll`, in nats a token, and `bits`, a character;
+    NaN where there is none.
 
-    Values are kept in a file, by text.
+    Values of nll are kept in a file, by text.
     """
     known = pd.read_csv(file, index_col="text")["nll"].to_dict() if file.exists() else {}
     names = [
@@ -245,16 +249,25 @@ def judged_nll(texts: pd.DataFrame, model: str, file: Path) -> np.ndarray:
             if first % 1024 == 0 or first + 16 >= len(order):
                 table = pd.Series(known, name="nll").rename_axis("text").reset_index()
                 write_text(file, as_csv(table, 8))
-    return np.array([known[name] for name in names])
+    pairs = zip(texts["prompt"], texts["continuation"], strict=True)
+    tokens = [len(ids) - start for ids, start in (_encoded(*pair, tokenizer) for pair in pairs)]
+    judged = pd.DataFrame({"nll": [known[name] for name in names]}, index=texts.index)
+    characters = texts["continuation"].str.len().replace(0, np.nan)
+    judged["bits"] = judged["nll"] * tokens / characters / np.log(2)
+    return judged
+
+
+def _encoded(prompt: str, new: str, tokenizer) -> tuple[list[int], int]:
+    """Token ids of a text, BOS in front, and the position of the continuation's first token."""
+    encoded = tokenizer(prompt + new, add_special_tokens=False, return_offsets_mapping=True)
+    ends = [stop for _, stop in encoded["offset_mapping"]]
+    return [tokenizer.bos_token_id, *encoded.input_ids], 1 + sum(
+        stop <= len(prompt) for stop in ends
+    )
 
 
 def _nll_of(pairs: list[tuple[str, str]], network, tokenizer) -> list[float]:
-    ids, starts = [], []
-    for prompt, new in pairs:
-        encoded = tokenizer(prompt + new, add_special_tokens=False, return_offsets_mapping=True)
-        ends = [stop for _, stop in encoded["offset_mapping"]]
-        ids.append([tokenizer.bos_token_id, *encoded.input_ids])
-        starts.append(1 + sum(stop <= len(prompt) for stop in ends))
+    ids, starts = zip(*(_encoded(*pair, tokenizer) for pair in pairs), strict=True)
     width = max(map(len, ids))
     batch = torch.tensor([row + [0] * (width - len(row)) for row in ids])
     live = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in ids])

@@ -78,7 +78,7 @@ def test_the_judge_reads_continuations_after_their_prompts(tmp_path, monkeypatch
     network, tokenizer, _ = load_transformers("tiny-llama", "float64")
     texts = pd.DataFrame(WRITTEN, columns=["prompt", "continuation"])
     made = rivals.judged_nll(texts, "tiny-llama", tmp_path / "judge.csv")
-    for (prompt, new), value in zip(WRITTEN, made, strict=True):
+    for (prompt, new), nats, bits in zip(WRITTEN, made["nll"], made["bits"], strict=True):
         before = len(tokenizer(prompt, add_special_tokens=False).input_ids)
         ids = tokenizer(prompt + new, add_special_tokens=False).input_ids
         nll = []
@@ -86,9 +86,11 @@ def test_the_judge_reads_continuations_after_their_prompts(tmp_path, monkeypatch
             read = torch.tensor([[tokenizer.bos_token_id, *ids[:n]]])
             with torch.no_grad():
                 nll.append(-float(network(read).logits[0, -1].log_softmax(0)[ids[n]]))
-        assert value == pytest.approx(np.mean(nll), rel=1e-5)
+        assert nats == pytest.approx(np.mean(nll), rel=1e-5)
+        assert bits == pytest.approx(np.sum(nll) / np.log(2) / len(new), rel=1e-5)
     monkeypatch.setattr(rivals, "_nll_of", None)
-    assert rivals.judged_nll(texts, "tiny-llama", tmp_path / "judge.csv") == pytest.approx(made)
+    again = rivals.judged_nll(texts, "tiny-llama", tmp_path / "judge.csv")
+    pd.testing.assert_frame_equal(again, made, rtol=1e-6)
 
 
 def test_arms_are_named_after_the_way_and_its_strength():
