@@ -1,6 +1,7 @@
 """Figures rivals: accuracy against cost of every way to steer, from the arms.csv of a folder of
 analyses/rivals.py; and, without a folder, the best ways in every setting (settings.png, and
-settings.csv, which has these rows of every folder's equal.csv)."""
+settings.csv, which has these rows of every folder's equal.csv), and in bits.csv how far perplexity
+a token and bits a character order the arms alike."""
 
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from matplotlib.figure import Figure
 from lapa2_interp._util.files import write_text
 from lapa2_interp._util.plots import COLOURS, new_figure, plain_axes
 from lapa2_interp._util.table_formats import as_csv
+from lapa2_interp.circuits.statistics import spearman
 from lapa2_interp.paper.scripts import ScriptOptions
 
 MARKERS = "os^Dv"
@@ -98,6 +100,18 @@ def gather(folder: Path) -> pd.DataFrame:
     return table[[*columns, "p_holm", "verdict", "prompts"]]
 
 
+def order_by_bits(folder: Path) -> pd.DataFrame:
+    """The rank correlation of perplexity and bits over the arms of every setting that has a
+    folder."""
+    rows = []
+    for name, setting in SETTINGS.items():
+        if (file := folder / name / "arms.csv").exists():
+            arms = pd.read_csv(file).drop_duplicates(["family", "strength"])
+            both = (arms[column].to_numpy(float) for column in ("perplexity", "bits"))
+            rows.append({"setting": setting, "spearman": spearman(*both), "arms": len(arms)})
+    return pd.DataFrame(rows)
+
+
 def draw_settings(table: pd.DataFrame) -> Figure:
     """One panel a cost: accuracy minus that of LaPA2 in all heads, with 95 % intervals. Ways that
     do not reach the cost have no mark."""
@@ -130,3 +144,4 @@ if __name__ == "__main__":
         settings = gather(folder)
         write_text(folder / "settings.csv", as_csv(settings, 6))
         draw_settings(settings).savefig(folder / "settings.png", dpi=200)
+        write_text(folder / "bits.csv", as_csv(order_by_bits(folder), 6))

@@ -210,6 +210,11 @@ def test_the_figure_has_a_curve_for_every_family(monkeypatch):
         assert len(curves) == arms["family"].nunique() - 1
         assert {line.get_xdata()[0] for line in curves} == {1.0}
         assert len({(line.get_color(), line.get_marker()) for line in curves}) == len(curves)
+    table = drawing.order_by_bits(ROOT / "figures" / "rivals").set_index("setting")
+    one = arms.drop_duplicates(["family", "strength"])
+    ranks = one[["perplexity", "bits"]].rank()
+    assert table.loc["sentiment", "spearman"] == pytest.approx(ranks.corr().iloc[0, 1])
+    assert table.loc["sentiment", "arms"] == len(one)
     texts = pd.read_parquet(ROOT / "figures" / "rivals" / "texts.parquet")
     base = texts[texts["family"] == "baseline"]
     row = arms[(arms["family"] == "lapa2") & (arms["strength"] == 0.4)]
