@@ -59,8 +59,8 @@ prompts = read_prompts(options.prompts)[: options.n + options.further]
 if used := set(prompts) & set(card.prompts):
     raise CircuitError(f"the prompt {min(used)!r} chose the card; give --prompts others")
 every, chosen = all_heads(model), card.heads
-texts = {"prefixes": options.prefixes, "tokens": options.tokens}
-asked = ContrastSet.of(model, options.task, prompts=prompts[: options.n], **texts)
+text_settings = {"prefixes": options.prefixes, "tokens": options.tokens}
+asked = ContrastSet.of(model, options.task, prompts=prompts[: options.n], **text_settings)
 card.check(model, asked)
 if options.metric not in asked.metrics:
     raise CircuitError(f"task {options.task} has no words for lex; give --metric js")
@@ -110,7 +110,7 @@ def without(heads: tuple, *left_out: tuple) -> tuple:
 # %%
 sizes = [n for n in (0, 1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192) if n < len(every)]
 sizes.append(len(every))
-of_card = ContrastSet.of(model, options.task, prompts=card.prompts, **texts)
+of_card = ContrastSet.of(model, options.task, prompts=card.prompts, **text_settings)
 slopes = attribution(model, of_card, metric=card.metric).table("slope")
 orders = {"by slope": [slopes.best(len(every))]}
 orders["random"] = [
@@ -165,7 +165,7 @@ for _ in range(min(options.greedy, len(chosen))):
 mean_gaps = np.abs(gaps(finding, drawn).mean(1))
 further = judging
 if options.further:
-    further = ContrastSet.of(model, options.task, prompts=prompts[options.n :], **texts)
+    further = ContrastSet.of(model, options.task, prompts=prompts[options.n :], **text_settings)
 opposing = slopes.best(len(every))[::-1][: len(chosen)]
 sets = {"all": every, "chosen": chosen}
 for kind, subset in {"greedy": greedy, "random": drawn[int(mean_gaps.argmax())]}.items():

@@ -9,14 +9,13 @@ is a way to steer at several strengths. Its curve begins at no bias, and familie
 two costs by linear interpolation in ln perplexity (`lapa2_interp.paper.equal_perplexity`).
 
 texts.parquet has a row a text, without the text: round, family, strength, prompt (12 digits of its
-sha256), attribute, nll (by the judge, a token of the continuation, in nats), bits (by the judge, a
-character), acc hidden (adapter, the
-prefixes' words and their inflections hidden), acc (linear), rep (4-grams that the text had before).
-Rounds that are there and not in the run stay, so that no run has to be kept. diversity.csv has
-distinct-2 of every arm in each round, read.csv forty continuations of every arm,
-arms.csv the means of each arm, equal.csv the comparison with LaPA2 in all heads, with Holm's
-correction over all tests of a metric. Topic has these rows three times: of all attributes, of
-*world*, in which control fails, and of the others.
+sha256), attribute, nll (by the judge, in nats per token of the continuation), bits (by the judge,
+per character), acc hidden (adapter, the prefixes' words and their inflections hidden), acc
+(linear), rep (4-grams that the text had before). Rounds that are there and not in the run stay, so
+that no run has to be kept. diversity.csv has distinct-2 and mean bits of every arm in each round,
+read.csv forty continuations of every arm, arms.csv the means of each arm, equal.csv the comparison
+with LaPA2 in all heads, with Holm's correction over all tests of a metric. Topic has these rows
+three times: of all attributes, of *world*, in which control fails, and of the others.
 """
 
 from __future__ import annotations
@@ -223,8 +222,8 @@ def score(texts: pd.DataFrame, cache: ScoreCache) -> pd.DataFrame:
 
 @torch.inference_mode()
 def judged_nll(texts: pd.DataFrame, model: str, file: Path) -> pd.DataFrame:
-    """-ln p of each continuation given its prompt: `nll`, in nats a token, and `bits`, a character;
-    NaN where there is none.
+    """-ln p of each continuation given its prompt: `nll`, in nats per token, and `bits` per
+    character; NaN where there is none.
 
     Values of nll are kept in a file, by text.
     """

@@ -1,7 +1,7 @@
 """Figures rivals: accuracy against cost of every way to steer, from the arms.csv of a folder of
 analyses/rivals.py; and, without a folder, the best ways in every setting (settings.png, and
 settings.csv, which has these rows of every folder's equal.csv), and in bits.csv how far perplexity
-a token and bits a character order the arms alike."""
+per token and bits per character order the arms alike."""
 
 from pathlib import Path
 
