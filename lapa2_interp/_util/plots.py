@@ -75,14 +75,16 @@ def plain_axes(axes: Axes, xlabel: str, ylabel: str) -> None:
 
 def legend_above(figure: Figure, columns: int, panel: Axes | None = None) -> None:
     """A legend above all panels: of one panel's curves, or of all; in fewer columns where they
-    would be wider than the figure."""
+    would be wider than the figure, which grows with a legend of more than three lines."""
     named = () if panel is None else panel.get_legend_handles_labels()
     for n in range(columns, 0, -1):
         legend = figure.legend(
             *named, loc="outside upper center", frameon=False, fontsize=7, ncols=n
         )
         _keep_dollars(legend)
-        if n == 1 or legend.get_window_extent().width <= figure.bbox.width:
+        size = legend.get_window_extent()
+        if n == 1 or size.width <= figure.bbox.width:
+            figure.set_figheight(figure.get_figheight() + max(0.0, size.height / figure.dpi - 0.5))
             return
         legend.remove()
 
@@ -216,8 +218,7 @@ def prefix_token_bars(tokens: pd.DataFrame) -> Drawing:
     """
     keys = list(dict.fromkeys(tokens["key"]))
     arms = list(dict.fromkeys(tokens["arm"]))
-    n_rows = -(-len(arms) // 4)  # of the legend
-    figure = new_figure(min(20, max(6.4, 2 + 0.26 * len(keys))), 3.2 + 0.16 * n_rows)
+    figure = new_figure(min(20, max(6.4, 2 + 0.26 * len(keys))), 3.4)
     sink, axes = figure.subplots(1, 2, width_ratios=(1, max(3, len(keys) / 6)))
     names = dict(zip(tokens["key"], tokens.get("label", tokens["key"]), strict=True))
     for i, (arm, (colour, dash)) in enumerate(zip(arms, styles(), strict=False)):

@@ -132,3 +132,19 @@ def test_a_legend_is_no_wider_than_its_figure():
         [legend] = figure.legends
         assert legend.get_window_extent().width <= figure.bbox.width
         assert legend._ncols >= columns
+
+
+def test_a_figure_grows_with_its_legend():
+    """The panel keeps its height under a legend of many lines; a short one changes nothing."""
+    heights = {}
+    for n in (2, 26):
+        figure = plots.new_figure(6.8, 4)
+        for i in range(n):
+            figure.gca().plot([0, 1], label=f"a long name of an arm, multiplied everywhere by {i}")
+        plots.legend_above(figure, 4)
+        figure.draw_without_rendering()
+        heights[n] = figure.gca().get_window_extent().height / figure.dpi
+        [legend] = figure.legends
+        assert legend.get_window_extent().y0 >= figure.gca().get_window_extent().y1
+        assert (figure.get_figheight() > 4) == (n > 2)
+    assert heights[26] > 0.9 * heights[2]
