@@ -48,7 +48,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import pairwise
 from typing import Annotated, Any, Literal, cast
 
@@ -477,6 +477,20 @@ class Augmentation(BaseModel):
             return self
         return self.model_copy(update={"span": PROFILES[self.profile]["span"]})
 
+    def within(self, layers: Collection[int]) -> Augmentation | None:
+        """A copy that acts in these layers alone; None if it has no head there.
+
+        Raises:
+            AugmentationError: Its own layers are a word, such as "top".
+        """
+        if isinstance(self.layers, str) and self.layers != "all":
+            raise AugmentationError(
+                f"layers {self.layers!r} cannot be narrowed to some layers; name them by number"
+            )
+        own = tuple(sorted(x for x in layers if self.layers == "all" or x in self.layers))
+        reached = own if self.heads == "all" else [x for x, _ in self.heads if x in own]
+        return self.model_copy(update={"layers": own}) if reached else None
+
     def to_json(self) -> str:
         """Every field, resolved, as one JSON object."""
         return self.model_dump_json()
@@ -532,6 +546,14 @@ def normalize_augmentations(augmentations: AugmentationLike) -> Augmentations:
     """The active augmentations of a row as one value: None, the only one, or a tuple."""
     active = active_augmentations(augmentations)
     return active if len(active) > 1 else active[0] if active else None
+
+
+def within(augmentations: AugmentationLike, layers: Collection[int] | None) -> Augmentations:
+    """The augmentations of a row in these layers alone; None for their own layers."""
+    active = active_augmentations(augmentations)
+    if layers is not None:
+        active = tuple(filter(None, (rule.within(layers) for rule in active)))
+    return normalize_augmentations(active)
 
 
 LONGEST_LIST = 24

@@ -70,7 +70,7 @@ class Branch:
         join: The text between prefix and prompt; it counts as prompt.
         hidden: No query after the prefix sees it. The prompt keeps its position.
         chat: The chat whose span is the prefix, laid out by its template; of method `chat`.
-        steered: The augmentation acts on it.
+        layers: The layers in which the augmentation acts on it: by default its own, `()` for none.
     """
 
     name: str
@@ -78,7 +78,7 @@ class Branch:
     join: str = ""
     hidden: bool = False
     chat: ChatForm | None = None
-    steered: bool = True
+    layers: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)

@@ -32,8 +32,8 @@ from lapa2_interp.bias.augmentation import (
     AugmentationLike,
     Augmentations,
     active_augmentations,
-    normalize_augmentations,
     steps_overlap,
+    within,
 )
 from lapa2_interp.methods.activation_addition import ActivationAddition
 from lapa2_interp.methods.air_decoding import AirDecoding
@@ -198,16 +198,17 @@ def assign_augmentations(
     method: Method, branches: Sequence[Branch], augmentation: AugmentationLike
 ) -> tuple[Augmentations, ...]:
     """The augmentation of each branch: Pre-Aug on prefix branches, Pro-Aug on the base branch of
-    methods with `pro_aug`, `HIDDEN` on branches whose prefix is hidden, and none on those that are
-    not `steered`.
+    methods with `pro_aug`, `HIDDEN` on branches whose prefix is hidden, each in the branch's
+    `layers`.
 
     Beside prefix branches, Pro-Aug takes the paper's laws only (Eq. 15): a knock-out of the prefix,
     or a target share of attention, has no meaning for the prompt. Explicit slots and positions
     count the keys of prefix branches, so the base branch gets the profile's span instead.
 
     Raises:
-        AugmentationError: There is no branch for the augmentation to act on, or several rules for
-            parts of the prefix would all act on the whole prompt.
+        AugmentationError: There is no branch for the augmentation to act on, several rules for
+            parts of the prefix would all act on the whole prompt, or a branch has layers of its
+            own and the augmentation names its layers by a word, such as "top".
     """
     # The augmentations of the base branch.
     rules = active_augmentations(augmentation)
@@ -226,14 +227,9 @@ def assign_augmentations(
     by_branch = tuple(
         HIDDEN
         if branch.hidden
-        else normalize_augmentations(
-            None
-            if not branch.steered
-            else rules
-            if branch.prefix is not None
-            else on_prompt
-            if method.pro_aug
-            else None
+        else within(
+            rules if branch.prefix is not None else on_prompt if method.pro_aug else (),
+            branch.layers,
         )
         for branch in branches
     )
