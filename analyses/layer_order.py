@@ -11,8 +11,7 @@ as in mjk0618/directer, src/generator.py (`_rank_layers`, which averages over i,
 ordered by the mean of d_ij over i, largest first. There each text has an order of its own, here it
 is one: the mean over prompts and attributes. Choose prompts that the comparison does not have.
 
-What steers hardly matters: x_j and y_j differ more from layer to layer than steering changes them,
-and SmolLM2 has one order for `key-scale`, `lapa2` and the bias in 24 heads.
+What steers hardly matters: x_j and y_j differ more from layer to layer than steering changes them.
 """
 
 from __future__ import annotations
@@ -51,13 +50,17 @@ def main() -> None:
         for prompt in read_prompts(options.prompts)[: options.n]
         for attribute in task.attributes
     ]
-    total = 0
+    changes = []
     with progress_bar(len(layouts), "ranking", "text") as bar:
         for layout in layouts:
-            total = total + disturbances(network, rules, layout)
+            changes.append(disturbances(network, rules, layout))
             bar.update()
-    order = (total / len(layouts)).mean(dim=0).argsort(descending=True)
-    print("/".join(map(str, order.tolist())))
+    print("/".join(map(str, ranked(torch.stack(changes)))))
+
+
+def ranked(changes: Float[Tensor, "text steered layer"]) -> list[int]:
+    """The layers, that of the largest mean first."""
+    return changes.mean(dim=(0, 1)).argsort(descending=True).tolist()
 
 
 @torch.no_grad()

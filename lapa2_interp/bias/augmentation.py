@@ -552,7 +552,7 @@ def within(augmentations: AugmentationLike, layers: Collection[int] | None) -> A
     """The augmentations of a row in these layers alone; None for their own layers."""
     active = active_augmentations(augmentations)
     if layers is not None:
-        active = tuple(filter(None, (rule.within(layers) for rule in active)))
+        active = tuple(filter(None, (rule.within(layers) for rule in active if layers)))
     return normalize_augmentations(active)
 
 

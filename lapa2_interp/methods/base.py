@@ -70,7 +70,8 @@ class Branch:
         join: The text between prefix and prompt; it counts as prompt.
         hidden: No query after the prefix sees it. The prompt keeps its position.
         chat: The chat whose span is the prefix, laid out by its template; of method `chat`.
-        layers: The layers in which the augmentation acts on it: by default its own, `()` for none.
+        layers: The layers in which an augmentation acts on this branch; None for all of the
+            augmentation's, `()` for none.
     """
 
     name: str
@@ -140,10 +141,12 @@ class MethodContext(Protocol):
 
     Attributes:
         end_ids: Tokens that end a text.
+        n_layers: Number of layers.
         gated: True if its MLPs are gated.
     """
 
     end_ids: tuple[int, ...]
+    n_layers: int
     gated: bool
 
     def cached(self, name: Hashable, make: Callable[[], T]) -> T:

@@ -4,13 +4,19 @@
     log w = log P_i       of the first i with P_plain(x_i) > beta max P_plain
             log P_plain   if there is none
 
-All branches have the prefix; what steers, any recipe, acts in all its layers first, and in none in
-`plain`. This is the test of DIRECTER (Kang and Kim, 2026, arXiv 2603.06745; read in mjk0618/directer,
-src/generator.py), which steers by recipe `key-scale` and decodes greedily. There a refused step is
-tried again with the first half of the layers, a quarter and so on, while these are two or more, and
-`rank_layers` orders them at the first step of each text. Here `order` is one for a run: take that of
-`analyses/layer_order.py`, which ranks as DIRECTER does, over prompts that a run does not have.
-Without `order` it is all layers or none.
+All branches have the prefix. What steers, any recipe, acts in all its layers in the first branch, in
+fewer in the next ones and in none in `plain`.
+
+This is the gate of DIRECTER (Kang and Kim, 2026, arXiv 2603.06745; read in mjk0618/directer,
+src/generator.py), which steers by recipe `key-scale` and decodes greedily. A refused step is tried
+again with the first half of its layers, a quarter and so on, while these are two or more. Three things
+differ:
+
+- `_rank_layers` orders the layers at the first step of each text; `order` is one for a run. Take that
+  of `analyses/layer_order.py`, which ranks in the same way, over prompts that the run does not have.
+- All attempts are computed at every step; DIRECTER stops at the first that it accepts.
+- DIRECTER keeps no keys of a steered pass. So it is here with `key-scale`, whose phase is
+  `predicting_only`; with other phases each branch reads what it steered before, refused or not.
 """  # noqa: E501
 
 from __future__ import annotations
@@ -20,7 +26,7 @@ from typing import Annotated, ClassVar
 
 import torch
 from jaxtyping import Float
-from pydantic import ConfigDict, Field
+from pydantic import ConfigDict, Field, field_validator
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
@@ -29,6 +35,8 @@ from lapa2_interp.methods.base import (
     Branch,
     LogProbs,
     Method,
+    MethodContext,
+    Prepared,
     State,
     attribute_prefix,
     check_branches,
@@ -43,9 +51,10 @@ class Gate(Method):
     Args:
         beta: The share of the largest probability without steering above which a token is
             plausible; 0 steers at every step, 1 at none.
-        order: Layers such as "20/3/11": the augmentation acts in their first half where it is
-            refused in all its layers, then in their first quarter, ..., two or more. By default it
-            is not tried again.
+        order: All layers of the model, four or more, such as "2/0/3/1": where the augmentation is
+            refused, it is tried again in the first half of them, then in the first quarter, ...,
+            two or more. In an attempt whose layers have none of its heads nothing is steered. By
+            default it is not tried again.
         prefixes: "hard", or soft ones: mle, contrastive, or a set's folder.
     """
 
@@ -53,7 +62,8 @@ class Gate(Method):
     paper_name: ClassVar[str] = "gate"
     display_name: ClassVar[str] = "Gate"
     equation: ClassVar[str] = (
-        "log w = log P_steered if P_plain(argmax P_steered) > beta max P_plain, else log P_plain"
+        "log w = log P_i of the first i with P_plain(argmax P_i) > beta max P_plain,"
+        " log P_plain if there is none"
     )
     alpha: ClassVar[float] = 0.5
     in_paper: ClassVar[bool] = False
@@ -65,19 +75,29 @@ class Gate(Method):
         prefix = attribute_prefix(task, attribute, self.prefixes, self.name)
         return tuple(Branch(name, prefix, layers=own) for name, own in self.attempts().items())
 
-    def attempts(self) -> dict[str, tuple[int, ...] | None]:
-        """By branch, in order, the layers that are steered; None for all of the recipe's.
-
-        Raises:
-            MethodError: `order` is not a list of layers, each once.
-        """
-        layers = self.order.split("/") if self.order else []
-        if not all(map(str.isdecimal, layers)) or len(set(map(int, layers))) < len(layers):
-            raise MethodError(
-                f"gate: order: takes layers, each once, such as '20/3/11'; found"
-                f" {self.order[:80]!r}"
+    @field_validator("order")
+    @classmethod
+    def _all_layers(cls, order: str) -> str:
+        layers = order.split("/") if order else []
+        if layers and (len(layers) < 4 or set(layers) != set(map(str, range(len(layers))))):
+            raise ValueError(
+                "takes all layers of the model, four or more, each once, such as '2/0/3/1'; found"
+                f" {order[:80]!r}"
             )
-        ranked = tuple(map(int, layers))
+        return order
+
+    def prepare(self, context: MethodContext, task: Task, attribute: str, prompt: str) -> Prepared:
+        n = self.order.count("/") + 1
+        if self.order and n != context.n_layers:
+            raise MethodError(
+                f"gate: order: has {n} layers, and the model has {context.n_layers}; rank them with"
+                " analyses/layer_order.py"
+            )
+        return Prepared()
+
+    def attempts(self) -> dict[str, tuple[int, ...] | None]:
+        """By branch, in order, the layers that are steered; None for all of the recipe's."""
+        ranked = tuple(map(int, self.order.split("/") if self.order else ()))
         sizes = takewhile(lambda n: n > 1, (len(ranked) >> i for i in count(1)))
         return {"steered": None, **{f"{n} layers": ranked[:n] for n in sizes}, "plain": ()}
 

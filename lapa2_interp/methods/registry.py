@@ -198,8 +198,8 @@ def assign_augmentations(
     method: Method, branches: Sequence[Branch], augmentation: AugmentationLike
 ) -> tuple[Augmentations, ...]:
     """The augmentation of each branch: Pre-Aug on prefix branches, Pro-Aug on the base branch of
-    methods with `pro_aug`, `HIDDEN` on branches whose prefix is hidden, each in the branch's
-    `layers`.
+    methods with `pro_aug`, both in the branch's `layers`, and `HIDDEN` on branches whose prefix is
+    hidden.
 
     Beside prefix branches, Pro-Aug takes the paper's laws only (Eq. 15): a knock-out of the prefix,
     or a target share of attention, has no meaning for the prompt. Explicit slots and positions
@@ -207,8 +207,8 @@ def assign_augmentations(
 
     Raises:
         AugmentationError: There is no branch for the augmentation to act on, several rules for
-            parts of the prefix would all act on the whole prompt, or a branch has layers of its
-            own and the augmentation names its layers by a word, such as "top".
+            parts of the prefix would all act on the whole prompt, or a branch lists layers
+            and the augmentation names its own by a word, such as "top".
     """
     # The augmentations of the base branch.
     rules = active_augmentations(augmentation)

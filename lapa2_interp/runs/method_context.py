@@ -56,6 +56,7 @@ class ModelContext:
         self.model = model
         self.card = model_card(model)
         self.end_ids = self.card.end_ids
+        self.n_layers = model.cfg.n_layers
         self.gated = is_gated(model)
         self._made: dict[Hashable, Any] = {}
 

@@ -4,7 +4,7 @@
 class ContextStub:
     """A method context with given drafts and scores, and no model."""
 
-    end_ids, gated = (0,), False
+    end_ids, n_layers, gated = (0,), 4, False
 
     def __init__(self, drafts, shares):
         self.texts, self.q, self.asked = drafts, shares, []
