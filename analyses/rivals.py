@@ -9,13 +9,15 @@ is a way to steer at several strengths. Its curve begins at no bias, and familie
 two costs by linear interpolation in ln perplexity (`lapa2_interp.paper.equal_perplexity`).
 
 texts.parquet has a row a text, without the text: round, family, strength, prompt (12 digits of its
-sha256), attribute, nll (by the judge, in nats per token of the continuation), bits (by the judge,
-per character), acc hidden (adapter, the prefixes' words and their inflections hidden), acc
-(linear), rep (4-grams that the text had before). Rounds that are there and not in the run stay, so
-that no run has to be kept. diversity.csv has distinct-2 and mean bits of every arm in each round,
-read.csv forty continuations of every arm, arms.csv the means of each arm, equal.csv the comparison
-with LaPA2 in all heads, with Holm's correction over all tests of a metric. Topic has these rows
-three times: of all attributes, of *world*, in which control fails, and of the others.
+sha256), attribute, nll (by the judge, in nats per token of the continuation), acc hidden (adapter,
+the prefixes' words and their inflections hidden), acc (linear), rep (4-grams that the text had
+before), bits (by the judge, per character of the continuation), bits (writer) (by the model that
+wrote it, which now sees neither prefix nor bias). Rounds that are there and not in the run stay, so
+that no run has to be kept. diversity.csv has distinct-2 of every arm in each round, read.csv forty
+continuations of every arm, arms.csv the means of each arm, equal.csv the comparison with LaPA2 in
+all heads, and with the chosen heads, with Holm's correction over all tests of a metric in each.
+Topic has these rows three times: of all attributes, of *world*, in which control fails, and of the
+others.
 """
 
 from __future__ import annotations
@@ -44,8 +46,12 @@ from lapa2_interp.scoring.echo import MASK
 from lapa2_interp.scoring.registry import ScorerOptions, score_texts
 from lapa2_interp.scoring.scorer import ScoreCache
 
-REFERENCE = "lapa2"
+REFERENCES = ("lapa2", "head-selective")
+"""Families with which all others are compared, each with a correction of its own. The second was
+not planned; it was added when its result was known."""
 METRICS = ("acc hidden", "acc (linear)", "rep")
+"""Those that are compared at equal cost."""
+BITS = ("bits", "bits (writer)")
 ARM = ["family", "strength"]
 STRENGTHS = {
     "caa": lambda of: (f"caa, layer {of['layers']:g}", of["strength"]),
@@ -74,32 +80,30 @@ def main() -> None:
         scored = score(texts, cache)
     judged = judged_nll(scored, options.judge, options.run / "scores" / "judge.csv")
     scored[judged.columns] = judged
-    diversity = pd.DataFrame(
-        [
-            {**dict(zip(["round", *ARM], arm, strict=True)), "bits": of["bits"].mean()}
-            | {"distinct-2": distinct_2(of["continuation"])}
-            for arm, of in scored.groupby(["round", *ARM])
-        ]
-    )
+    writer = next(iter(run.by_key.values())).model
+    own = judged_nll(scored, writer, options.run / "scores" / "writer.csv")
+    scored["bits (writer)"] = own["bits"]
+    pairs = scored.groupby(["round", *ARM])["continuation"].apply(distinct_2)
+    diversity = pairs.rename("distinct-2").reset_index()
     scored["prompt"] = list(map(digits, scored["prompt"]))
     if not (file := options.out / "read.csv").exists():
         shown = [*ARM, "attribute", "prompt", "continuation"]
         write_text(file, as_csv(scored.groupby([*ARM, "attribute"]).head(20)[shown], 6))
-    columns = ["round", *ARM, "prompt", "attribute", "sample", "nll", "bits", *METRICS]
+    columns = ["round", *ARM, "prompt", "attribute", "sample", "nll", *METRICS, *BITS]
     scored = with_earlier(scored[columns], options.out / "texts.parquet")
     diversity = with_earlier(diversity, options.out / "diversity.csv")
     points, equal = compare(scored, options.planned)
     diversity = diversity.drop(columns="round").groupby(ARM, as_index=False).mean()
-    points = points.merge(diversity, on=ARM)
+    points = points.merge(diversity, how="left", on=ARM, validate="many_to_one")
     write_text(options.out / "arms.csv", as_csv(points, 6))
     wide = points.pivot(
-        index=["attributes", *ARM, "cost", "bits", "distinct-2"], columns="metric", values="mean"
+        index=["attributes", *ARM, "cost", "distinct-2"], columns="metric", values="mean"
     )
     print(as_text(wide.reset_index(), ".3g"))
     write_text(options.out / "equal.csv", as_csv(equal, 6))
     first = equal[equal["metric"] == METRICS[0]]
     shown = ["value", "difference", "difference_low", "difference_high", "p_holm", "verdict"]
-    print(as_text(first[["attributes", "ratio", "family", *shown]], ".3g"))
+    print(as_text(first[["attributes", "reference", "ratio", "family", *shown]], ".3g"))
 
 
 def compare(scored: pd.DataFrame, planned: int) -> tuple[pd.DataFrame, pd.DataFrame]:
@@ -115,14 +119,17 @@ def compare(scored: pd.DataFrame, planned: int) -> tuple[pd.DataFrame, pd.DataFr
         parts |= {"world": scored[is_world], "others": scored[~is_world]}
     points, equal = [], []
     for name, texts in parts.items():
-        curves = SteeringCurves(texts, METRICS)
+        curves = SteeringCurves(texts, (*METRICS, *BITS))
         arms = curves.points()
         base = arms.loc[arms["family"] == BASELINE, "perplexity"].iloc[0]
         points.append(arms.assign(attributes=name, cost=arms["perplexity"] / base))
-        table = curves.compare(REFERENCE, RATIOS).assign(attributes=name)
-        equal.append(add_verdicts(table, REFERENCE))
-        if curves.prompts < planned:
-            equal[-1][["p", "p_holm", "verdict"]] = np.nan, np.nan, ""
+        for reference in REFERENCES:
+            if reference in curves.families:
+                table = curves.compare(reference, RATIOS)
+                table = table[table["metric"].isin(METRICS)].assign(attributes=name)
+                equal.append(add_verdicts(table.assign(reference=reference), reference))
+                if curves.prompts < planned:
+                    equal[-1][["p", "p_holm", "verdict"]] = np.nan, np.nan, ""
     return pd.concat(points, ignore_index=True), pd.concat(equal, ignore_index=True)
 
 
@@ -149,10 +156,16 @@ def complete_rounds(texts: pd.DataFrame, planned: Mapping[str, str]) -> pd.DataF
 
 
 def with_earlier(rows: pd.DataFrame, file: Path) -> pd.DataFrame:
-    """The rows after those of other rounds in the file, which is written."""
+    """The rows after those of other rounds in the file, which is written.
+
+    Raises:
+        RunError: The file has other columns.
+    """
     is_csv = file.suffix == ".csv"
     if file.exists():
         earlier = pd.read_csv(file) if is_csv else pd.read_parquet(file)
+        if list(earlier) != list(rows):
+            raise RunError(f"{file} has other columns: {', '.join(earlier)}; choose another --out")
         rows = pd.concat([earlier[~earlier["round"].isin(rows["round"])], rows], ignore_index=True)
     if is_csv:
         write_text(file, as_csv(rows, 6))
@@ -163,10 +176,11 @@ def with_earlier(rows: pd.DataFrame, file: Path) -> pd.DataFrame:
 
 
 def families(run: Run) -> pd.DataFrame:
-    """By cell, the name of its family and its strength.
+    """By cell, the name of its family and its strength, to 6 digits, as in the tables.
 
     Raises:
-        RunError: Arms have prefixes of several kinds, so that they differ by more than the way.
+        RunError: Arms have prefixes of several kinds, so that they differ by more than the way, or
+            two arms have one name.
     """
     kinds = {cell.prefix_kinds: cell for cell in run.by_key.values() if cell.prefix_kinds}
     if len(kinds) > 1:
@@ -180,10 +194,12 @@ def families(run: Run) -> pd.DataFrame:
         family, step = names[rules], strength(rules)
         if len(rules) == 2:
             family, step = "head-selective, opposing down", strength(rules[:1])
+        if rules and rules[0].span == "all":
+            family = "log-n"
         if cell.method in STRENGTHS:
             family, step = STRENGTHS[cell.method](cell.parameters)
         elif cell.method != base.method:
-            family = f"{cell.method}, {family}"
+            family = f"{'retrying ' * bool(cell.parameters.get('order'))}{cell.method}, {family}"
         elif own := [
             name for name in base.parameters if cell.parameters[name] != base.parameters[name]
         ]:
@@ -194,7 +210,15 @@ def families(run: Run) -> pd.DataFrame:
             return (warm, step) if rules else ("temperature", 1 / cell.temperature - 1)
         return family, step
 
-    placed = {key: family_of(cell) for key, cell in run.by_key.items()}
+    named = {key: family_of(cell) for key, cell in run.by_key.items()}
+    placed = {key: (family, round(step, 6)) for key, (family, step) in named.items()}
+    taken: dict[tuple, str] = {}
+    for key, cell in run.by_key.items():
+        same = taken.setdefault((*placed[key], cell.attribute, cell.prompts), key)
+        if same != key:
+            raise RunError(
+                f"the cells {same} and {key} are both {placed[key][0]!r} at one strength"
+            )
     return pd.DataFrame.from_dict(placed, orient="index", columns=["family", "strength"])
 
 

@@ -42,7 +42,6 @@ def main() -> None:
     print(as_text(table, ".3g"))
     if options.out.exists():
         earlier = pd.read_csv(options.out)
-        table = table.round({"strength": 6})
         both = pd.concat([earlier, table], ignore_index=True)
         table = both.drop_duplicates(ARM, keep="last")
     write_text(options.out, as_csv(table, 6))

@@ -1,7 +1,8 @@
 """Figures rivals: accuracy against cost of every way to steer, from the arms.csv of a folder of
-analyses/rivals.py; and, without a folder, the best ways in every setting (settings.png, and
-settings.csv, which has these rows of every folder's equal.csv), and in bits.csv how far perplexity
-per token and bits per character order the arms alike."""
+analyses/rivals.py; and, without a folder, what stands beside the cost (beside.png, with time.csv of
+analyses/rivals_time.py), the best ways in every setting (settings.png, and settings.csv, which has
+these rows of every folder's equal.csv), and in bits.csv how far perplexity per token by the judge
+and bits per character, by judge and writer, order the arms alike."""
 
 from pathlib import Path
 
@@ -21,8 +22,11 @@ NAMES = {
     "lapa2": "LaPA², all heads",
     "head-selective": "chosen heads",
     "gate, head-selective": "gate around chosen heads",
+    "retrying gate, head-selective": "retrying gate around chosen heads",
+    "retrying gate, key-scale": "retrying gate, prefix's scores multiplied",
+    "log-n": "all scores multiplied",
     "head-selective, opposing down": "chosen heads, opposing down",
-    "key-scale": "scores multiplied",
+    "key-scale": "prefix's scores multiplied",
     "caa, layer 20": "activation addition",
     "caa, layer 25": "activation addition, layer 25",
     "caa, layer 13": "activation addition",
@@ -80,6 +84,40 @@ def draw(arms: pd.DataFrame) -> Figure:
     return figure
 
 
+def draw_beside(arms: pd.DataFrame, times: pd.DataFrame) -> Figure:
+    """Time (with the least and largest of its turns), bits, distinct pairs (no interval) and
+    repetition of every arm; a darker mark is a stronger arm. Dotted: no bias."""
+    rows = arms[arms["attributes"] == "all"]
+    distinct = rows.drop_duplicates(["family", "strength"])
+    distinct = distinct.assign(mean=distinct["distinct-2"], low=np.nan, high=np.nan)
+    panels = {
+        "time per token,\nmultiple of\nno bias": times.rename(columns={"time": "mean"}),
+        "bits per\ncharacter,\nother model": rows[rows["metric"] == "bits"],
+        "bits per\ncharacter,\nits writer": rows[rows["metric"] == "bits (writer)"],
+        "distinct pairs\nof words\n(share)": distinct,
+        "repeated\n4-grams\n(%)": rows[rows["metric"] == "rep"],
+    }
+    families = [name for name in dict.fromkeys(rows["family"]) if name != "baseline"]
+    figure = new_figure(7.2, 0.8 + 0.34 * len(families))
+    for axes, (words, table) in zip(
+        figure.subplots(1, 5, sharey=True), panels.items(), strict=True
+    ):
+        axes.axvline(
+            table.loc[table["family"] == "baseline", "mean"].iloc[0], color="grey", ls=":", lw=0.8
+        )
+        for i, family in enumerate(families):
+            own = table[table["family"] == family].sort_values("strength")
+            for n, row in enumerate(own.to_dict("records")):
+                y, look = i + 0.2 * (n - (len(own) - 1) / 2), {"color": COLOURS[1]}
+                look["alpha"] = (n + 1) / len(own)
+                axes.plot(row["mean"], y, "o", ms=3, **look)
+                axes.hlines(y, row["low"], row["high"], lw=1, **look)
+        axes.set_yticks(range(len(families)), [NAMES.get(name, name) for name in families])
+        plain_axes(axes, words, "")
+    axes.set_ylim(len(families) - 0.5, -0.5)
+    return figure
+
+
 def gather(folder: Path) -> pd.DataFrame:
     """The best ways minus LaPA2 in all heads in every setting that has a folder, where both reach
     the cost; of activation addition the last layer, which a pilot on that task chose."""
@@ -88,7 +126,8 @@ def gather(folder: Path) -> pd.DataFrame:
     for name, setting in SETTINGS.items():
         if (file := folder / name / "equal.csv").exists():
             rows = pd.read_csv(file)
-            rows = rows[(rows["attributes"] == "all") & rows["family"].isin(ways)]
+            rows = rows[(rows["attributes"] == "all") & (rows["reference"] == "lapa2")]
+            rows = rows[rows["family"].isin(ways)]
             rows = rows.drop(columns=["low", "high"])
             rows = rows.rename(columns={"difference_low": "low", "difference_high": "high"})
             tables.append(rows.assign(setting=setting))
@@ -101,14 +140,17 @@ def gather(folder: Path) -> pd.DataFrame:
 
 
 def order_by_bits(folder: Path) -> pd.DataFrame:
-    """The rank correlation of perplexity and bits over the arms of every setting that has a
-    folder."""
+    """The rank correlation of perplexity with bits, by judge and by writer, over the arms of every
+    setting that has a folder."""
     rows = []
     for name, setting in SETTINGS.items():
         if (file := folder / name / "arms.csv").exists():
-            arms = pd.read_csv(file).drop_duplicates(["family", "strength"])
-            both = (arms[column].to_numpy(float) for column in ("perplexity", "bits"))
-            rows.append({"setting": setting, "spearman": spearman(*both), "arms": len(arms)})
+            arms = pd.read_csv(file)
+            arms = arms[arms["attributes"] == "all"]
+            for by, metric in (("other model", "bits"), ("writer", "bits (writer)")):
+                both = arms[arms["metric"] == metric][["perplexity", "mean"]].to_numpy(float)
+                ranks = {"spearman": spearman(*both.T), "arms": len(both)}
+                rows.append({"setting": setting, "by": by, **ranks})
     return pd.DataFrame(rows)
 
 
@@ -141,6 +183,8 @@ if __name__ == "__main__":
     folder = parser.parse_args().folder
     draw(pd.read_csv(folder / "arms.csv")).savefig(folder / "rivals.png", dpi=200)
     if folder == parser.get_default("folder"):
+        beside = draw_beside(pd.read_csv(folder / "arms.csv"), pd.read_csv(folder / "time.csv"))
+        beside.savefig(folder / "beside.png", dpi=200)
         settings = gather(folder)
         write_text(folder / "settings.csv", as_csv(settings, 6))
         draw_settings(settings).savefig(folder / "settings.png", dpi=200)

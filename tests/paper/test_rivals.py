@@ -11,6 +11,7 @@ import pandas as pd
 import pytest
 import torch
 
+from lapa2_interp import Layout, augmented, recipe
 from lapa2_interp._util.errors import RunError
 from lapa2_interp.generation.resolve import cell_of
 from lapa2_interp.models.load import load_transformers
@@ -104,11 +105,17 @@ def test_arms_are_named_after_the_way_and_its_strength():
         (cell(), "baseline", 0.0),
         (cell(augmentation="lapa2:alpha=0.4"), "lapa2", 0.4),
         (cell(augmentation="key-scale:beta=4"), "key-scale", 3.0),
+        (cell(augmentation="log-n:l0=16"), "log-n", 1.0),
         (cell({"name": "caa", "layers": 2, "strength": 2.0}), "caa, layer 2", 2.0),
         (cell({"name": "remind", "every": 8}), "reminder", 1 / 8),
         (cell({"name": "remind", "every": 0, "copies": 4}), "longer prefix", 3),
         (cell({"name": "preadd", "lam": 1.5}), "guidance", 0.5),
         (cell("gate", "lapa2:alpha=0.8"), "gate, lapa2", 0.8),
+        (
+            cell({"name": "gate", "order": "3/1/0/2"}, "lapa2:alpha=0.8"),
+            "retrying gate, lapa2",
+            0.8,
+        ),
         (cell(temperature=0.8), "temperature", 0.25),
         (cell(augmentation="lapa2:alpha=0.4", temperature=0.8), "temperature 0.8", 0.4),
     ]
@@ -116,6 +123,20 @@ def test_arms_are_named_after_the_way_and_its_strength():
     for one, family, strength in wanted:
         assert table.loc[one.key, "family"] == family
         assert table.loc[one.key, "strength"] == pytest.approx(strength)
+
+
+def test_two_arms_of_one_name_are_refused():
+    import rivals
+
+    asked = {"prompts": "The lake", "attribute": "positive", "length": 12}
+    methods = ("prefix", {"name": "gate", "beta": 0.4}, {"name": "gate", "beta": 0.5})
+    biases = ("none", "lapa2:alpha=0.4", "lapa2:alpha=0.4")
+    cells = [
+        cell_of("tiny-gpt2", method=method, augmentation=bias, **asked)
+        for method, bias in zip(methods, biases, strict=True)
+    ]
+    with pytest.raises(RunError, match="are both 'gate, lapa2' at one strength"):
+        rivals.families(SimpleNamespace(by_key={cell.key: cell for cell in cells}))
 
 
 def test_a_methods_own_strength_is_a_family():
@@ -144,6 +165,73 @@ def test_arms_with_unlike_prefixes_are_refused():
         rivals.families(SimpleNamespace(by_key={cell.key: cell for cell in cells}))
 
 
+def test_times_are_multiples_of_no_bias_in_the_same_turn():
+    import rivals_time
+
+    arms = pd.MultiIndex.from_tuples([("baseline", 0.0), ("guidance", 1.0)], names=rivals_time.ARM)
+    seconds = pd.DataFrame([[1.0, 2.0], [2.0, 3.0], [4.0, 20.0]], columns=arms)
+    table = rivals_time.as_multiples(seconds)
+    assert table["time"].tolist() == [1.0, 2.0]
+    assert table.loc[1, ["low", "high"]].tolist() == [1.5, 5]
+    prompts = ["The lake", "The sea", "I saw"]
+    cells = [
+        cell_of(
+            "tiny-gpt2", method=method, augmentation=bias, attribute=attribute, length=12,
+            prompts=asked, model_class="TransformersModel", max_rows=2,
+        )
+        for asked in (prompts, prompts[:2])
+        for attribute in ("positive", "negative")
+        for method, bias in (("prefix", "none"), ("gate", "lapa2:alpha=0.4"))
+    ]  # fmt: skip
+    run = SimpleNamespace(by_key={one.key: one for one in cells})
+    chosen = rivals_time.chosen_cells(run, 2)
+    assert list(chosen) == [("baseline", 0.0), ("gate, lapa2", 0.4)]
+    for one in chosen.values():
+        assert one.attribute == "positive"
+        assert one.prompts == ("The lake", "The sea")
+        assert one.max_rows == 2 * len(one.branches)
+    seconds = rivals_time.timed(chosen, 3)
+    assert seconds.shape == (2, 2)
+    assert (seconds > 0).all(axis=None)
+    run.by_key.pop(cells[1].key)
+    with pytest.raises(RunError, match="arms without cells of the first prompts"):
+        rivals_time.chosen_cells(run, 2)
+
+
+@torch.no_grad()
+def test_layers_are_ordered_by_what_steering_changes():
+    """A layer below the steered one keeps its numbers, the steered one its input; without steering
+    all rows are those of the model."""
+    import layer_order
+
+    network, tokenizer, _ = load_transformers("tiny-llama", "float64")
+    layout = Layout.of(tokenizer, "Very positive:", " The lake")
+    plain = [t.double() for t in layer_order.attention_states(network, None, layout)]
+    unsteered = 2 - 2 * torch.cosine_similarity(*plain, dim=1)
+    for beta in (1, 4):
+        rules = recipe("key-scale", beta=beta)
+        made = layer_order.disturbances(network, rules, layout)
+        assert made.shape == (4, 4)
+        for steered, row in enumerate(made):
+            same = 4 if beta == 1 else steered
+            torch.testing.assert_close(row[:same], unsteered[:same])
+            assert beta == 1 or not torch.isclose(row[steered:], unsteered[steered:]).any()
+    outputs, third = [], network.model.layers[3].self_attn
+    hook = third.register_forward_hook(lambda *passed: outputs.append(passed[2][0][0, -1]))
+    with augmented(network, rules[0].within([2]), layout):
+        states = network(layout.tensor, output_hidden_states=True).hidden_states
+    hook.remove()
+    inputs = [
+        layer.input_layernorm(state)[0, -1]
+        for layer, state in zip(network.model.layers, states, strict=False)
+    ]
+    assert torch.equal(inputs[2], plain[0][2])
+    expected = 2 - torch.cosine_similarity(plain[0][3], outputs[0], 0)
+    expected -= torch.cosine_similarity(plain[1][3], inputs[3], 0)
+    assert float(made[2, 3]) == pytest.approx(float(expected))
+    assert layer_order.ranked(torch.tensor([[[1.0, 5, 3], [9, 0, 4]]])) == [0, 2, 1]
+
+
 def test_distinct_pairs_are_counted_over_all_texts():
     import rivals
 
@@ -169,6 +257,8 @@ def test_rounds_are_complete_and_earlier_ones_stay(tmp_path):
         again = rivals.with_earlier(pd.DataFrame({"round": ["r2"], "nll": [3.5]}), file)
         assert again["nll"].tolist() == [1.5, 3.5]
         assert rivals.with_earlier(first[:0], file).equals(again)
+        with pytest.raises(RunError, match="has other columns: round, nll"):
+            rivals.with_earlier(first.assign(bits=1.0), file)
 
 
 def test_world_has_rows_of_its_own():
@@ -179,12 +269,14 @@ def test_world_has_rows_of_its_own():
         {"family": family, "strength": strength, "prompt": f"{n}", "attribute": attribute}
         | {"nll": 3 + 0.2 * strength + draw.normal(0, 0.05), "acc (linear)": 50.0, "rep": 1.0}
         | {"acc hidden": 50 + 20 * strength * (attribute != "world") + draw.normal()}
+        | {"bits": 1.0, "bits (writer)": 2.0}
         for family, strength in (("baseline", 0.0), ("lapa2", 1.0), ("caa", 2.0))
         for n in range(12)
         for attribute in ("world", "sports")
     ]
     texts = pd.DataFrame(rows)
-    points, _ = rivals.compare(texts, 12)
+    points, equal = rivals.compare(texts, 12)
+    assert set(points["metric"]) - set(equal["metric"]) == {"bits", "bits (writer)"}
     assert list(dict.fromkeys(points["attributes"])) == ["all", "world", "others"]
     own, two = rivals.compare(texts[texts["attribute"] == "sports"], 12)
     alone = points[points["attributes"] == "others"].reset_index(drop=True)
@@ -196,6 +288,18 @@ def test_world_has_rows_of_its_own():
     assert mean["others", "caa"] == pytest.approx(90, abs=1)
     assert mean["all", "caa"] == pytest.approx((mean["world", "caa"] + mean["others", "caa"]) / 2)
     assert rivals.compare(texts, 13)[1]["p"].isna().all()
+    assert set(equal["reference"]) == {"lapa2"}
+    chosen = texts.replace({"family": {"caa": "head-selective"}})
+    rows = rivals.compare(chosen, 12)[1].query("attributes == 'all' and metric == 'acc hidden'")
+    there, back = (
+        rows[(rows["reference"] == reference) & (rows["family"] == way)].reset_index(drop=True)
+        for reference, way in (("lapa2", "head-selective"), ("head-selective", "lapa2"))
+    )
+    assert there["difference"].notna().any()
+    assert (there["difference"] + back["difference"]).dropna().abs().max() < 1e-9
+    assert (back["verdict"] != "").all()
+    itself = rows[(rows["reference"] == "head-selective") & (rows["family"] == "head-selective")]
+    assert set(itself["verdict"]) == {""}
 
 
 def test_the_figure_has_a_curve_for_every_family(monkeypatch):
@@ -210,11 +314,19 @@ def test_the_figure_has_a_curve_for_every_family(monkeypatch):
         assert len(curves) == arms["family"].nunique() - 1
         assert {line.get_xdata()[0] for line in curves} == {1.0}
         assert len({(line.get_color(), line.get_marker()) for line in curves}) == len(curves)
-    table = drawing.order_by_bits(ROOT / "figures" / "rivals").set_index("setting")
-    one = arms.drop_duplicates(["family", "strength"])
-    ranks = one[["perplexity", "bits"]].rank()
-    assert table.loc["sentiment", "spearman"] == pytest.approx(ranks.corr().iloc[0, 1])
-    assert table.loc["sentiment", "arms"] == len(one)
+    table = drawing.order_by_bits(ROOT / "figures" / "rivals").set_index(["setting", "by"])
+    for by, metric in (("other model", "bits"), ("writer", "bits (writer)")):
+        ranks = arms[arms["metric"] == metric][["perplexity", "mean"]].rank()
+        spearman, n = table.loc[("sentiment", by)]
+        assert spearman == pytest.approx(ranks.corr().iloc[0, 1])
+        assert n == len(ranks)
+    times = pd.read_csv(ROOT / "figures" / "rivals" / "time.csv")
+    panels = drawing.draw_beside(arms, times).axes
+    assert len(panels) == 5
+    for axes in panels:
+        assert len(axes.get_yticks()) == arms["family"].nunique() - 1
+        marks = sum(len(line.get_xdata()) for line in axes.lines if line.get_marker() == "o")
+        assert marks == len(arms.groupby(["family", "strength"])) - 1
     texts = pd.read_parquet(ROOT / "figures" / "rivals" / "texts.parquet")
     base = texts[texts["family"] == "baseline"]
     row = arms[(arms["family"] == "lapa2") & (arms["strength"] == 0.4)]
