@@ -81,8 +81,8 @@ class Gate(Method):
         layers = order.split("/") if order else []
         if layers and (len(layers) < 4 or set(layers) != set(map(str, range(len(layers))))):
             raise ValueError(
-                "takes all layers of the model, four or more, each once, such as '2/0/3/1'; found"
-                f" {order[:80]!r}"
+                "order takes all layers of the model, four or more, each once, such as '2/0/3/1';"
+                f" found {order[:80]!r}"
             )
         return order
 
