@@ -294,13 +294,13 @@ def _nll_of(pairs: list[tuple[str, str]], network, tokenizer) -> list[float]:
     width = max(map(len, ids))
     batch = torch.tensor([row + [0] * (width - len(row)) for row in ids])
     live = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in ids])
-    hidden = network.model(batch, attention_mask=live, use_cache=False).last_hidden_state
+    hidden = network.base_model(batch, attention_mask=live, use_cache=False).last_hidden_state
     # All positions together, since the vocabulary is large.
     predicting = [
         states[start - 1 : len(row) - 1]
         for states, row, start in zip(hidden, ids, starts, strict=True)
     ]
-    logits = network.lm_head(torch.cat(predicting))
+    logits = network.get_output_embeddings()(torch.cat(predicting))
     tokens = torch.tensor(
         [token for row, start in zip(ids, starts, strict=True) for token in row[start:]]
     )

@@ -11,7 +11,7 @@ import pandas as pd
 import pytest
 import torch
 
-from lapa2_interp import Layout, augmented, recipe
+from lapa2_interp import Layout, augmented, generate, recipe
 from lapa2_interp._util.errors import RunError
 from lapa2_interp.generation.resolve import cell_of
 from lapa2_interp.models.load import load_transformers
@@ -196,6 +196,38 @@ def test_times_are_multiples_of_no_bias_in_the_same_turn():
     run.by_key.pop(cells[1].key)
     with pytest.raises(RunError, match="arms without cells of the first prompts"):
         rivals_time.chosen_cells(run, 2)
+
+
+def test_tables_are_those_of_a_run(tmp_path, monkeypatch):
+    """From a grid to arms.csv: bits by the judge, and by the model that wrote."""
+    import rivals
+
+    asked = {"attribute": "positive", "length": 14, "model_class": "TransformersModel"}
+    run = generate(
+        "tiny-gpt2", [f"The lake {n}" for n in range(10)], alpha=[0, 0.4],
+        parameters={"prefixes": "hard"}, method="prefix", **asked,
+    )  # fmt: skip
+    run.save(tmp_path / "run")
+
+    def scored(texts, cache):
+        return texts.assign(**dict.fromkeys(rivals.METRICS, 50.0))
+
+    monkeypatch.setattr(rivals, "score", scored)
+    options = ["--judge", "tiny-llama", "--planned", "10", "--out", str(tmp_path / "out")]
+    monkeypatch.setattr(sys, "argv", ["rivals.py", str(tmp_path / "run"), *options])
+    rivals.main()
+    arms = pd.read_csv(tmp_path / "out" / "arms.csv")
+    assert arms["family"].unique().tolist() == ["baseline", "lapa2"]
+    texts = run.texts().assign(alpha=lambda t: t["alpha"].astype(float))
+    for metric, model in (("bits", "tiny-llama"), ("bits (writer)", "tiny-gpt2")):
+        read = rivals.judged_nll(texts, model, tmp_path / f"{model}.csv")
+        means = read.groupby(texts["alpha"])["bits"].mean()
+        assert arms.loc[arms["metric"] == metric, "mean"].tolist() == pytest.approx(
+            means.tolist(), rel=1e-4
+        )
+    table = pd.read_parquet(tmp_path / "out" / "texts.parquet")
+    assert len(table) == len(texts)
+    assert not {"text", "continuation"} & set(table)
 
 
 @torch.no_grad()
