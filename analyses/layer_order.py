@@ -25,6 +25,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lapa2_interp import Augmentation, Layout, augmented
+from lapa2_interp._util.errors import ModelError
 from lapa2_interp._util.progress import progress_bar
 from lapa2_interp.bias.augmentation import within
 from lapa2_interp.bias.recipes import parse_recipes
@@ -81,7 +82,11 @@ def disturbances(
 def attention_states(
     network: Any, rules: Any, layout: Layout
 ) -> tuple[Float[Tensor, "layer d_model"], Float[Tensor, "layer d_model"]]:
-    """Inputs and outputs of the attention of every layer, at the last token."""
+    """Inputs and outputs of the attention of every layer, at the last token.
+
+    Raises:
+        ModelError: The layers' attention has another name than in Llama, GPT-2 and GPT-NeoX.
+    """
     states: list[tuple[Tensor, Tensor]] = []
 
     def keep(_module: Any, args: tuple, named: dict[str, Any], result: Any) -> None:
@@ -91,7 +96,7 @@ def attention_states(
     hooks = [
         module.register_forward_hook(keep, with_kwargs=True)
         for name, module in network.named_modules()
-        if name.endswith((".self_attn", ".attn"))
+        if name.endswith((".self_attn", ".attn", ".attention"))
     ]
     try:
         with augmented(network, rules, layout):
@@ -99,6 +104,12 @@ def attention_states(
     finally:
         for hook in hooks:
             hook.remove()
+    if len(states) != network.config.num_hidden_layers:
+        raise ModelError(
+            f"found the attention of {len(states)} layers of {network.config.num_hidden_layers}: it"
+            f" is no module self_attn, attn or attention in {type(network).__name__}; give `gate`"
+            " another order"
+        )
     inputs, outputs = zip(*states, strict=True)
     return torch.stack(inputs), torch.stack(outputs)
 

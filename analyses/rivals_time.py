@@ -7,6 +7,9 @@ first attribute, as one batch, in turns, all on a machine without other work. A 
 before the clock starts; as in a sweep, the weights are prepacked where that is faster. time.csv has
 a row an arm: the median of its seconds per token over those of no bias in the same turn, with the
 least and the largest (low, high). Rows of arms that the run does not have stay.
+
+In figures/rivals/time.csv, measured on one Intel CPU, the arms but the retrying gates continue
+prompts of the second round, towards either attribute; both prefixes have three tokens.
 """
 
 from __future__ import annotations

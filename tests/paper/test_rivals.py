@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from lapa2_interp import Layout, augmented, generate, recipe
-from lapa2_interp._util.errors import RunError
+from lapa2_interp._util.errors import ModelError, RunError
 from lapa2_interp.generation.resolve import cell_of
 from lapa2_interp.models.load import load_transformers
 
@@ -231,7 +231,7 @@ def test_tables_are_those_of_a_run(tmp_path, monkeypatch):
 
 
 @torch.no_grad()
-def test_layers_are_ordered_by_what_steering_changes():
+def test_layers_are_ordered_by_what_steering_changes(monkeypatch):
     """A layer below the steered one keeps its numbers, the steered one its input; without steering
     all rows are those of the model."""
     import layer_order
@@ -261,6 +261,13 @@ def test_layers_are_ordered_by_what_steering_changes():
     expected = 2 - torch.cosine_similarity(plain[0][3], outputs[0], 0)
     expected -= torch.cosine_similarity(plain[1][3], inputs[3], 0)
     assert float(made[2, 3]) == pytest.approx(float(expected))
+    for name in ("tiny-gpt2", "tiny-neox"):
+        network, tokenizer, _ = load_transformers(name, "float32")
+        layout = Layout.of(tokenizer, "Very positive:", " The lake")
+        assert layer_order.disturbances(network, rules, layout).shape == (4, 4)
+    monkeypatch.setattr(network.config, "num_hidden_layers", 5)
+    with pytest.raises(ModelError, match="found the attention of 4 layers of 5"):
+        layer_order.attention_states(network, None, layout)
     assert layer_order.ranked(torch.tensor([[[1.0, 5, 3], [9, 0, 4]]])) == [0, 2, 1]
 
 
