@@ -84,7 +84,8 @@ def generate(
         print(in_memory.announcement(loaded, plans), file=sys.stderr)
 
     with result_folder(out, force, is_finished_run) as folder:
-        print_if_slow(resolve_dtype(fields.get("dtype", "auto"), device), device)
+        if "dtype" in fields:
+            print_if_slow(resolve_dtype(fields["dtype"], device), device)
         run = in_memory.generate(
             **fields,
             device=device,

@@ -142,13 +142,6 @@ class ModelOptions:
         return load_model(name, **self.parameters())
 
 
-@dataclass(frozen=True)
-class FastModelOptions(ModelOptions):
-    """The same, in the faster precision by default."""
-
-    dtype: DtypeOrAuto = "auto"
-
-
 @Parameter(name="*")
 @dataclass(frozen=True)
 class ContrastOptions:

@@ -154,9 +154,9 @@ class CellSettings(BaseModel):
     """Recorded attention: full (every layer and head), pooled (their mean) or none."""
     patterns: str | Sequence[Head] = ()
     """Heads, as layer.head pairs such as 3.1,4.0-8, whose whole attention rows are kept."""
-    dtype: DtypeOrAuto | TorchDtype = "auto"
+    dtype: DtypeOrAuto | TorchDtype = "float32"
     """Precision of weights and computation; auto is bfloat16 or float32, whichever this machine
-    computes faster."""
+    computes faster, so that its texts differ from machine to machine."""
     model_class: ModelClass = "TransformerBridge"
     """HookedTransformer needs transformer-lens 3.9; TransformersModel works without hooks, through
     transformers' attention interface."""

@@ -110,7 +110,7 @@ def steer(
     length: Count = 64,
     samples: Count = 1,
     seed: int = 1,
-    dtype: DtypeOrAuto = "auto",
+    dtype: DtypeOrAuto = "float32",
     model_class: ModelClass = "TransformerBridge",
     device: str | None = None,
     workers: Count | None = None,

@@ -79,7 +79,7 @@ def generate(
     ban_words: BannedWordsPolicy | list[BannedWordsPolicy] = "none",
     trace: TraceKind | list[TraceKind] = "full",
     patterns: str | Sequence[Head] = (),
-    dtype: DtypeOrAuto | TorchDtype = "auto",
+    dtype: DtypeOrAuto | TorchDtype = "float32",
     model_class: ModelClass = "TransformerBridge",
     max_rows: Count | list[Count | None] | None = None,
     doubled_bos: bool | list[bool] = False,
@@ -133,7 +133,8 @@ def generate(
             any attribute's ("all").
         trace: Recorded attention: "full" (every layer and head), "pooled" (their mean) or "none".
         patterns: (layer, head) pairs whose whole attention rows are kept.
-        dtype: float32, bfloat16, float16, float64 or torch's; "auto": the faster of the first two.
+        dtype: float32, bfloat16, float16, float64 or torch's; "auto": the faster of the first two on
+            this machine.
         model_class: Class of a model given by name.
         max_rows: Rows of a batch; by default 120, fewer where their cache would exceed 2 GiB.
         doubled_bos: Two BOS tokens, as the released scripts feed LLaMA.

@@ -29,7 +29,7 @@ from lapa2_interp.models.machine import AUTO_DTYPE, faster_dtype
 
 EXAMPLE = """description = "does a descriptive prefix hold longer?"
 model = "smollm2-135m"           # keys up here hold for every block
-dtype = "auto"                   # bfloat16 or float32, whichever this machine computes faster; or a name
+dtype = "float32"                # the default; auto: bfloat16 or float32, whichever this machine computes faster
 task = "sentiment"               # a name of `lapa2 tasks`, or a task file
 samples = 7                      # continuations per prompt
 length = 128                     # the longest; shorter texts are the beginnings of these
@@ -74,6 +74,7 @@ def built_in() -> list[str]:
     return sorted(str(file.relative_to(GRIDS).with_suffix("")) for file in GRIDS.rglob("*.toml"))
 
 
+DTYPE = CellSettings.model_fields["dtype"].default
 MOST_POINTS = 20_000
 """Points of a block's product that are resolved without a word of the user's: each is one cell or
 several, and a cell is a folder of files."""
@@ -133,7 +134,7 @@ def load_grid(
     cells: dict[str, Cell] = {}
     fields_of_blocks = [raw | block | dict(changes or {}) for block in blocks]
     dtypes = [
-        dtype for fields in fields_of_blocks for dtype in as_axis(fields.get("dtype", AUTO_DTYPE))
+        dtype for fields in fields_of_blocks for dtype in as_axis(fields.get("dtype", DTYPE))
     ]
     named = frozenset(str(dtype) for dtype in dtypes if dtype != AUTO_DTYPE)
 
@@ -177,7 +178,7 @@ def _with_dtype(fields: Mapping[str, Any], auto: Callable[[str], str]) -> Iterat
     for model in as_axis(fields.get("model", CellSettings.model_fields["model"].default)):
         dtypes = [
             auto(str(model)) if dtype == AUTO_DTYPE else dtype
-            for dtype in as_axis(fields.get("dtype", AUTO_DTYPE))
+            for dtype in as_axis(fields.get("dtype", DTYPE))
         ]
         yield {**fields, "model": model, "dtype": list(dict.fromkeys(dtypes))}
 

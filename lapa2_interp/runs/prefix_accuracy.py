@@ -34,7 +34,7 @@ def prefix_accuracy(
     length: Count = 64,
     alpha: Positive = 0.5,
     classifier: str = "both",
-    dtype: DtypeOrAuto = "auto",
+    dtype: DtypeOrAuto = "float32",
     device: str | None = None,
     seed: int = 1,
     trust_remote_code: bool = False,

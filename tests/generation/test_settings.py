@@ -5,7 +5,7 @@ import inspect
 import pytest
 import torch
 
-from lapa2_interp import Augmentation, generate
+from lapa2_interp import Augmentation, generate, load_model, steer
 from lapa2_interp._util.errors import GridError, Lapa2Error
 from lapa2_interp.cli.app import main
 from lapa2_interp.generation.cell import RESERVED_LABELS, Cell
@@ -13,7 +13,9 @@ from lapa2_interp.generation.resolve import cell_of, cells_of
 from lapa2_interp.generation.settings import HINTS, CellSettings
 from lapa2_interp.methods import load_task
 from lapa2_interp.methods.chat import chat_task
+from lapa2_interp.runs.generate import make_cells
 from lapa2_interp.runs.grid import load_grid
+from lapa2_interp.runs.prefix_accuracy import prefix_accuracy
 
 MINE = ("device", "trust_remote_code", "pack", "attn", "announce", "yes")
 """Arguments of `generate` that decide no text."""
@@ -178,6 +180,30 @@ def test_a_list_in_a_dict_is_an_axis_and_a_tuple_is_one_value():
 def test_all_attributes_are_cells_by_default():
     run = generate("tiny-gpt2", "The lake", length=12, trace="none")
     assert list(run.cells["attribute"]) == ["positive", "negative"]
+
+
+def test_a_model_by_name_and_the_same_model_loaded_write_the_same_texts(monkeypatch, tmp_path):
+    """Also where this machine computes faster in bfloat16."""
+    monkeypatch.setattr("lapa2_interp.models.machine.slowdown", lambda dtype: 0.1)
+    settings = {"attribute": "positive", "alpha": 0.5, "length": 24, "samples": 2}
+    by_name = generate("tiny-llama", "The lake", **settings)
+    loaded = generate(load_model("tiny-llama"), "The lake", **settings)
+    assert list(by_name.by_key) == list(loaded.by_key)
+    assert list(by_name.texts()["text"]) == list(loaded.texts()["text"])
+    file = tmp_path / "g.toml"
+    file.write_text('model = "tiny-llama"\n')
+    assert {cell.dtype for cell in load_grid(str(file)).cells} == {"float32"}
+    signatures = (load_model, generate, steer, prefix_accuracy, CellSettings)
+    assert {inspect.signature(one).parameters["dtype"].default for one in signatures} == {"float32"}
+
+
+def test_a_model_of_another_precision_is_refused_with_the_one_to_load():
+    cell = cell_of("tiny-gpt2", "The lake", attribute="positive", dtype="bfloat16", length=12)
+    sentence = problem(lambda: make_cells(load_model("tiny-gpt2"), [cell]))
+    assert sentence == (
+        "the cell's dtype is 'bfloat16', and the model's 'float32'; give load_model('tiny-gpt2',"
+        " 'bfloat16', model_class='TransformerBridge')"
+    )
 
 
 def test_a_dtype_of_torch_is_its_name():
