@@ -390,6 +390,14 @@ class Recorder:
             )
             for i, (name, keys) in enumerate(SUMS.items())
         }
+        # A text that starts with nothing has no BOS, which is not the same as no attention on it.
+        n_bos = by_row(layout.n_bos for layout in layouts)
+        if not n_bos.any():
+            del data["bos"]
+        elif not n_bos.all():
+            has_bos = (n_bos > 0).reshape(n_branches, n_samples, *[1] * (data["bos"][1].ndim - 2))
+            named, on_bos, about = data["bos"]
+            data["bos"] = (named, np.where(has_bos, on_bos, np.float32(np.nan)), about)
         # The prefix tokens.
         tokens = unstack(self.tokens)  # branch sample step kind prefix_token
         l_pre = by_row(layout.l_pre for layout in layouts)
@@ -429,7 +437,7 @@ class Recorder:
             "prefix_token": np.arange(self.l_pre),
             "l_pre": (axes[:2], l_pre),
             "l_pro": (axes[:2], by_row(layout.l_pro for layout in layouts)),
-            "n_bos": (axes[:2], by_row(layout.n_bos for layout in layouts)),
+            "n_bos": (axes[:2], n_bos),
             "l_kv": (axes, live[:, :, None] + slots - (len(layouts[0]) - 1)),
         }
         if self.kind == "full":

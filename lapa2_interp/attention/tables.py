@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -9,7 +10,7 @@ import pandas as pd
 from jaxtyping import Float
 
 from lapa2_interp._util.errors import TraceError, parameter, unknown_choice
-from lapa2_interp.attention.trace import NEAREST, SUMS
+from lapa2_interp.attention.trace import NEAREST, sums_in
 from lapa2_interp.bias.theory import DecayFit, fit_decay
 from lapa2_interp.stats import bounds, mean_interval
 
@@ -84,7 +85,8 @@ def local_ratio_terms(
     # A sum, since 1 - prefix - bos is only rounding in a head that attends almost only to BOS.
     rest = select_layer_type(trace, "prompt") + select_layer_type(trace, "generated")
     if not without_bos:
-        return near, rest + select_layer_type(trace, "bos")
+        on_bos = select_layer_type(trace, "bos").fillna(0) if "bos" in trace else 0
+        return near, rest + on_bos
     # In a short context all keys outside the prefix are near, also BOS.
     return near.where(trace["l_kv"] - trace["l_pre"] - trace["n_bos"] >= k, rest), rest
 
@@ -108,8 +110,8 @@ def branch_name(trace: xr.Dataset, branch: str | None = None) -> str:
 
 
 def step_table(trace: xr.Dataset, texts: pd.DataFrame, branch: str | None = None) -> pd.DataFrame:
-    """Attention on prefix, BOS, released slice and prompt against step, one row per arm, name and
-    step.
+    """Attention on prefix, BOS (of texts that start with it), released slice and prompt against
+    step, one row per arm, name and step.
 
     Args:
         trace: The trace of a run; its samples are the rows of `texts`.
@@ -129,8 +131,12 @@ def step_table(trace: xr.Dataset, texts: pd.DataFrame, branch: str | None = None
     for arm, members in _split_by_arm(trace, texts):
         for layer_type in traced_layer_types(trace):
             for name in ("prefix", "bos", "released_slice", "prompt"):
+                if name not in trace:
+                    continue
                 curve = pooled(trace, name, layer_type)[at, members.index]
                 curve = curve[:, ~np.isnan(curve).any(axis=0)]
+                if name == "bos" and not curve.size:
+                    continue
                 low, high = bounds(curve, members["prompt"])
                 columns = {
                     "step": trace["step"].to_numpy()[: curve.shape[1]],
@@ -169,9 +175,9 @@ def head_table(trace: xr.Dataset, texts: pd.DataFrame, branch: str | None = None
         )
     frames = []
     for arm, members in _split_by_arm(trace, texts):
-        part = trace[list(SUMS)].isel(branch=at, sample=members.index.to_numpy())
+        part = trace[sums_in(trace)].isel(branch=at, sample=members.index.to_numpy())
         means = part.mean("step").mean("sample").to_dataframe().reset_index()
-        frames.append(means.assign(arm=arm)[["arm", "layer", "head", *SUMS]])
+        frames.append(means.assign(arm=arm)[["arm", "layer", "head", *sums_in(trace)]])
     return pd.concat(frames, ignore_index=True)
 
 
@@ -191,8 +197,12 @@ def prefix_token_table(
         tokens = (
             select_layer_type(trace, "prefix_tokens")[at, members.index].mean("step").to_numpy()
         )
-        bos = np.nanmean(pooled(trace, "bos")[at, members.index], axis=1)
-        masses = {"BOS": bos} | {f"p{i + 1}": tokens[:, i] for i in range(tokens.shape[1])}
+        masses = {f"p{i + 1}": tokens[:, i] for i in range(tokens.shape[1])}
+        if "bos" in trace:
+            with warnings.catch_warnings():  # a mean of nothing, of texts that start with nothing
+                warnings.simplefilter("ignore", RuntimeWarning)
+                on_bos = np.nanmean(pooled(trace, "bos")[at, members.index], axis=1)
+            masses = {"BOS": on_bos} | masses
         for key, values in masses.items():
             has = ~np.isnan(values)
             if not has.any():

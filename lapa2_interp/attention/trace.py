@@ -11,7 +11,8 @@ Axes
     prefix_token  position within the prefix
 
 Per branch, sample, step, layer and head a trace has the attention summed over parts of the context
-(`SUMS`; docs/methods.md, "Record definitions"). The first four parts add up to 1. Averaged over layers
+(`SUMS`; docs/methods.md, "Record definitions"). The first four parts add up to 1; "bos" is missing, or NaN
+beside samples that have it, where a text starts with nothing. Averaged over layers
 (of a type) and heads it has `prefix_tokens`: the attention on each single prefix token. `in_sight`, of models with sliding windows: the number of tokens of the prefix, or of the prompt
 on the raw model, that the query of a step sees in a layer or type of layers.
 
@@ -34,7 +35,7 @@ TraceKind = Literal["none", "pooled", "full"]
 NEAREST = (2, 4, 6, 8)
 SUMS = {
     "prefix": "keys of the prefix",
-    "bos": "keys of BOS, one or two",
+    "bos": "keys of BOS, one or two, of texts that start with it",
     "prompt": "keys of the prompt",
     "generated": "keys of generated tokens, the query's own included",
     "released_slice": "the slots that the released code boosts",
@@ -44,6 +45,11 @@ SUMS = {
     },
 }
 """Sums of a trace: name, and the keys whose attention they add up."""
+
+
+def sums_in(trace: xr.Dataset) -> list[str]:
+    """The sums that a trace has: all of `SUMS`, but for "bos" where no text starts with it."""
+    return [name for name in SUMS if name in trace]
 
 
 def join_traces(traces: Sequence[xr.Dataset], table: pd.DataFrame) -> xr.Dataset:

@@ -13,6 +13,7 @@ from typing import Any, Literal, get_args
 
 from lapa2_interp._util.errors import LayoutError, pluralize, unknown_choice
 from lapa2_interp.bias.layout import Layout, Span
+from lapa2_interp.bias.text_start import n_start_tokens
 from lapa2_interp.bias.tokens import decode_tokens, require_tokenizer
 
 Ids = tuple[int, ...]
@@ -75,8 +76,8 @@ class SpanFinder:
         """The layout of a row, and the positions of the span's tokens in its prefix.
 
         The prefix goes from the first token of the span to the last. The first token of a row
-        counts as BOS unless it is in the span, as in `Layout.of_chat`. A row that is left alone has
-        no prefix.
+        counts as BOS if it is a special token and not in the span, as in `Layout.of_chat`. A row
+        that is left alone has no prefix.
 
         Args:
             ids: Its tokens without padding.
@@ -100,8 +101,9 @@ class SpanFinder:
             if not callable(target):
                 spans = spans[-1:] if self.occurrence == "last" else spans[:1]
             slots.update(slot for span in spans for slot in range(*span))
-        start, stop = (min(slots), max(slots) + 1) if slots else (1, 1)
-        n_bos = min(start, 1, len(ids))
+        front = n_start_tokens(self.tokenizer, ids)
+        start, stop = (min(slots), max(slots) + 1) if slots else (front, front)
+        n_bos = min(start, front)
         layout = Layout(
             ids=ids,
             tokens=(),

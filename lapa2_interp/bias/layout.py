@@ -35,6 +35,14 @@ from lapa2_interp._util.values import Natural, numbers_checked
 from lapa2_interp.bias.augmentation import Augmentation, LengthRule, SpanRule
 from lapa2_interp.bias.chat_template import Message, render_chat
 from lapa2_interp.bias.layer_types import FULL_ATTENTION, LayerType
+from lapa2_interp.bias.text_start import (
+    AUTO_START,
+    CHAT_MARKERS,
+    n_start_tokens,
+    prepended_token,
+    text_start,
+    usual_start,
+)
 from lapa2_interp.bias.tokens import (
     decode_tokens,
     require_tokenizer,
@@ -44,13 +52,6 @@ from lapa2_interp.bias.tokens import (
 if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedTokenizerBase
-
-CHAT_MARKERS = ("<|im_start|>",)
-"""Configured "bos" tokens that open a chat turn; plain text does not start with them."""
-PLAIN_TEXT_START = "<|endoftext|>"
-NO_BOS_FAMILIES = ("GPT2", "GPTNeoX", "Qwen2")
-"""Tokenizer classes that do not prepend `PLAIN_TEXT_START` by themselves. OPT's tokenizer is of
-GPT-2's class, but prepends another BOS."""
 
 
 class Span(NamedTuple):
@@ -62,45 +63,6 @@ class Span(NamedTuple):
     @property
     def size(self) -> int:
         return self.stop - self.start
-
-
-class TextMarkers(NamedTuple):
-    """The token that starts plain text, and the tokens that end it."""
-
-    start: int
-    ends: tuple[int, ...]
-
-
-def text_markers(tokenizer: PreTrainedTokenizerBase) -> TextMarkers:
-    """The tokens that start and end plain text for a tokenizer; nothing else decides this.
-
-    Start: the configured BOS, or `<|endoftext|>` where that BOS opens a chat turn (SmolLM2), or EOS
-        where there is none.
-    Ends: EOS, and `<|endoftext|>` where the vocabulary has it. A model's generation config may add
-        more (`models.card.ModelCard`).
-
-    Raises:
-        LayoutError: The value is no tokenizer, or has neither BOS nor EOS.
-    """
-    tokenizer = require_tokenizer(tokenizer)
-
-    def token_id(token: str | None) -> int | None:
-        """A token's id. For a token that they lack, tokenizers give the unknown token's."""
-        end_id = None if token is None else tokenizer.convert_tokens_to_ids(token)
-        unknown = end_id == tokenizer.unk_token_id and token != tokenizer.unk_token
-        return None if unknown or not isinstance(end_id, int) else end_id
-
-    plain, bos, eos = map(token_id, (PLAIN_TEXT_START, tokenizer.bos_token, tokenizer.eos_token))
-    start = bos if bos is not None else eos
-    if plain is not None and tokenizer.bos_token in (*CHAT_MARKERS, None):
-        start = plain
-    if start is None:
-        raise LayoutError(
-            "the tokenizer has neither a BOS nor an EOS token; set bos_token, in Python or in its"
-            " tokenizer_config.json"
-        )
-    ends = {end for end in (eos, plain) if end is not None}
-    return TextMarkers(int(start), tuple(sorted(int(end) for end in ends)))
 
 
 @dataclass(frozen=True)
@@ -116,8 +78,8 @@ class Layout:
     Attributes:
         ids: Token ids: BOS, hard prefix, prompt. `tokens` are their texts, as of
             `vocabulary_texts`.
-        n_bos: BOS tokens in front of the text, 1 (2 in the doubled form of the released LLaMA
-            scripts).
+        n_bos: Start tokens in front of the text: 1, or 2 in the doubled form of the released LLaMA
+            scripts, or 0 where text starts with nothing (`bias.text_start`).
         l_pre: Prefix length, soft or hard; 0 on the raw model.
         l_pro: Prompt tokens, >= 1; of a chat those after the span.
         counted: The released code's span length: soft slots; else what the tokenizer counts for the
@@ -151,6 +113,7 @@ class Layout:
         *,
         soft: Natural = 0,
         doubled_bos: bool = False,
+        start: str | None = AUTO_START,
     ) -> Layout:
         """Tokenise one branch and find its spans.
 
@@ -162,19 +125,22 @@ class Layout:
             soft: Slots of a soft prefix in front, instead of a hard one.
             doubled_bos: Two BOS tokens, as the released scripts feed LLaMA; only for tokenizers
                 that prepend BOS themselves.
+            start: The token in front of the text: "auto" as `bias.text_start.text_start` decides;
+                "none" or None for nothing; "usual", the token that the tokenizer names for it; or
+                the text of a token.
 
         Raises:
             LayoutError: Prefix or prompt tokenise to nothing, begin with BOS, or have millions of
-                letters; a soft prefix beside a hard one; the tokenizer has no offsets; or a doubled
-                BOS is asked of one that adds none.
+                letters; a soft prefix beside a hard one; the tokenizer has no offsets; a doubled
+                BOS is asked of one that adds none; or the start token is not in the vocabulary.
         """
+        start_id = text_start(tokenizer, start).token
         tokenizer = require_tokenizer(tokenizer)
-        start = text_markers(tokenizer).start
         for name, text in (("prompt", prompt), ("prefix", prefix or "")):
             if not isinstance(text, str):
                 raise LayoutError(f"the {name} must be a text, found {text!r}")
             check_text_length(name, text)
-            _check_no_start_token(tokenizer, start, name, text)
+            _check_no_start_token(tokenizer, start_id, name, text)
         if soft and prefix is not None:
             raise LayoutError(
                 f"a branch has one prefix, hard or soft; found soft={soft} beside {prefix!r}"
@@ -183,12 +149,7 @@ class Layout:
             raise LayoutError(
                 f"{type(tokenizer).__name__} gives no character offsets; load the fast tokenizer"
             )
-        # Does the tokenizer prepend BOS itself? TransformerLens switches BOS on in some tokenizers
-        # whose own files have it off.
-        off = type(tokenizer).__name__.startswith(NO_BOS_FAMILIES)
-        adds_bos = tokenizer("a").input_ids[0] == start and not (
-            off and tokenizer.convert_ids_to_tokens(start) == PLAIN_TEXT_START
-        )
+        adds_bos = start_id is not None and prepended_token(tokenizer) == start_id
         if doubled_bos and not adds_bos:
             raise LayoutError(
                 "doubled_bos reproduces tokenizers that prepend BOS themselves; this one does not"
@@ -219,13 +180,13 @@ class Layout:
             )
 
         alone = prefix if prefix is not None else prompt
-        n_bos = 2 if doubled_bos else 1
-        ids = (start,) * n_bos + tuple(encoded["input_ids"])
+        front = () if start_id is None else (start_id,) * (1 + doubled_bos)
+        ids = front + tuple(encoded["input_ids"])
         crosses = l_pre > 0 and stops[l_pre] > boundary
         return cls(
             ids=ids,
             tokens=tuple(token_texts(tokenizer, "", ids)),
-            n_bos=n_bos,
+            n_bos=len(front),
             l_pre=soft or l_pre,
             l_pro=l_pro,
             counted=soft or adds_bos + len(tokenizer(alone, add_special_tokens=False).input_ids),
@@ -247,8 +208,9 @@ class Layout:
         """A chat rendered by its template, with one of its texts as the prefix.
 
         The whole chat is tokenised once, as the template does it, and the span's tokens come from
-        character offsets. The first token counts as BOS; all others that are not in the span count
-        as prompt, those before it as `n_before` and those after it as `l_pro`.
+        character offsets. The first token counts as BOS if it is a special token; all others that
+        are not in the span count as prompt, those before it as `n_before` and those after it as
+        `l_pro`.
 
         Args:
             tokenizer: A fast tokenizer with a chat template, or a model that has one.
@@ -303,7 +265,7 @@ class Layout:
                 f"no text follows {phrase!r} in the chat; add_generation_prompt=True opens"
                 " the assistant's turn"
             )
-        n_bos = min(begin, 1)
+        n_bos = min(begin, n_start_tokens(tokenizer, ids))
         return cls(
             ids=ids,
             tokens=tuple(token_texts(tokenizer, "", ids)),
@@ -385,14 +347,19 @@ class Layout:
         """The key slots a span rule covers, in this row's slots.
 
         Raises:
-            LayoutError: An explicit or released span ends after the prompt, or positions lie
-                outside the prefix.
+            LayoutError: An explicit or released span ends after the prompt, positions lie outside
+                the prefix, or the span has the start token of a text without one.
         """
         if not isinstance(rule, str) and rule[0] == "prefix":
             return self._positions(rule[1])
         match rule:
             case "prefix":
                 return (self.controlled,)
+            case "bos" | "prefix+bos" if not self.n_bos:
+                raise LayoutError(
+                    f"span {rule!r} has the start token, and this text starts with none; give"
+                    " span 'prefix', or a start token (start='usual')"
+                )
             case "bos":
                 return (self.bos,)
             case "prefix+bos":
@@ -574,14 +541,20 @@ def _n_seen(
     )
 
 
-def _check_no_start_token(tokenizer: Any, start: int, name: str, text: str) -> None:
-    """Refuse a text with a first token of its own: a layout already puts BOS in front."""
-    for first in (tokenizer.convert_ids_to_tokens(start), *CHAT_MARKERS):
+def _check_no_start_token(tokenizer: Any, start: int | None, name: str, text: str) -> None:
+    """Refuse a text with a first token of its own: it would count in every l."""
+    usual = usual_start(tokenizer) if start is None else start
+    named = () if usual is None else (tokenizer.convert_ids_to_tokens(usual),)
+    for first in (*named, *CHAT_MARKERS):
         if text.lstrip().startswith(first) and first in tokenizer.get_vocab():
+            reason = "a layout puts a first token in front itself, so the second one"
+            remedy = "leave it out"
+            if start is None:
+                reason = "text starts with nothing here, so it"
+                remedy += f", or give start={first!r}"
             raise LayoutError(
-                f"the {name} begins with {first!r}, and a layout puts a first token in front"
-                " itself, so the second one would count in every l; leave it out, or give a chat's"
-                " messages to Layout.of_chat"
+                f"the {name} begins with {first!r}, and {reason} would count in every l; {remedy},"
+                " or give a chat's messages to Layout.of_chat"
             )
 
 

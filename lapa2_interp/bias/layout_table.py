@@ -40,7 +40,7 @@ def explain_layout(
     """
     # The spans, and the first query at which something is added.
     spans = {
-        "bos": (layout.bos,),
+        "bos": (layout.bos,) if layout.n_bos else (),
         "released": layout.spans("released"),
         "prefix": (layout.prefix,) if layout.l_pre else (),
         "prompt": (layout.before, layout.prompt) if layout.n_before else (layout.prompt,),

@@ -130,7 +130,12 @@ class HeadLogitAttribution:
 
     def parts(self) -> pd.DataFrame:
         """The sum by part: target minus opposite, mean over steps, with intervals."""
-        summands = {name: self.direct[..., i].sum((-1, -2)) for i, name in enumerate(PARTS)}
+        has_bos = any(example.layouts[0].n_bos for example in self.contrast_set.examples)
+        summands = {
+            name: self.direct[..., i].sum((-1, -2))
+            for i, name in enumerate(PARTS)
+            if name != "bos" or has_bos
+        }
         summands |= {name: self.others[..., i] for i, name in enumerate(OTHERS)}
         summands["total"] = self.total
         rows = []

@@ -129,9 +129,13 @@ def make_patch_units(
         kind, columns = "kv_head", range(kv_heads(model))
     elif node in HOOKS and node not in HEAD_NODES:
         soft = any(example.layouts[0].soft for example in contrast_set.examples)
+        has_bos = all(example.layouts[0].n_bos for example in contrast_set.examples)
+        lacking = {"prefix"} if soft else set()
+        lacking |= set() if has_bos else {"bos"}
         usual = ("bos" if soft else "prefix", "prompt", "last", "generated")
+        usual = tuple(name for name in usual if name not in lacking)
         kind, columns = "slots", usual if slots is None else tuple(slots)
-        known = [name for name in get_args(Slots) if not (soft and name == "prefix")]
+        known = [name for name in get_args(Slots) if name not in lacking]
         if together is not None and slots is not None:
             raise CircuitError(
                 f"the sets of together name the parts of the text of node {node} themselves; found"

@@ -157,7 +157,8 @@ def _show(attention: Attention, steps: pd.DataFrame) -> None:
     part, trace = attention.part, attention.kinds[0][1]
     last = int(steps["step"].max())
     powers = [0, *(2**i for i in range(20) if 2**i < last), last]
-    names = [part, "bos", "released_slice"]
+    has_bos = "bos" in set(steps["name"])
+    names = [part, *(["bos"] if has_bos else []), "released_slice"]
     shown = steps[steps["name"].isin(names) & steps["step"].isin(powers)]
     shown = shown.assign(cell=interval_cells(shown, ".4f"))
     arms = list(dict.fromkeys(steps["arm"]))
@@ -167,7 +168,7 @@ def _show(attention: Attention, steps: pd.DataFrame) -> None:
     table = shown.pivot(index=rows, columns="name", values="cell")[names].loc[arms]
     branch = branch_name(trace, attention.branch)
     read = f"branch {branch} (of {', '.join(map(str, trace['branch'].to_numpy()))})"
-    print(f"{read}: attention on its {part}, on BOS and on the released slice")
+    print(f"{read}: attention on its {part},{' on BOS' * has_bos} and on the released slice")
     n, prompts = int(steps["n"].iloc[0]), int(steps["prompts"].iloc[0])
     interval = f"95 % interval: {describe_intervals([prompts])}"
     print(
@@ -184,5 +185,5 @@ def _show(attention: Attention, steps: pd.DataFrame) -> None:
     print(as_text(fits, ".4g", "no fit"))
     if attention.by_head:
         print(f"\nheads with most attention on the {part}, mean over steps")
-        top = attention.heads().largest(5, part)[["arm", "layer", "head", part, "bos"]]
+        top = attention.heads().largest(5, part)[["arm", "layer", "head", *names[:-1]]]
         print(as_text(top, ".4f"))

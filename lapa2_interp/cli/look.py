@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from pathlib import Path
 
 from lapa2_interp._util.errors import (
@@ -17,7 +18,12 @@ from lapa2_interp._util.errors import (
     unknown_choice,
 )
 from lapa2_interp._util.paths import is_path, taken_as_path
+from lapa2_interp.bias.text_start import NO_START
 from lapa2_interp.cli.options import AsJson, AugmentationOptions, ModelOptions
+
+START_MATTERS = 0.5
+"""Nats a token by which a start token must help or harm plain sentences before `probe` names the
+setting."""
 
 
 def models(*, as_json: AsJson = False) -> None:
@@ -175,6 +181,7 @@ def probe(model: str, /, *, computing: ModelOptions = ModelOptions()) -> None:
         model: A name of `lapa2 models`, a hub id or a folder.
     """
     from lapa2_interp.bias.layer_types import describe_layers
+    from lapa2_interp.models.card import starts_with
     from lapa2_interp.models.probing import probe_model
 
     report = probe_model(model, **computing.parameters())
@@ -185,7 +192,9 @@ def probe(model: str, /, *, computing: ModelOptions = ModelOptions()) -> None:
     )
     print(f"weights          {card.weights}")
     print(f"size             {card.n_layers} layers, {card.n_heads} heads, {card.n_ctx} positions")
-    print(f"start of text    {card.start_token}   ends: {' '.join(card.end_tokens)}")
+    print(f"start of text    {starts_with(card)}")
+    print(f"plain sentences  {_start_losses(report.start_losses, not card.start_token)}")
+    print(f"ends of text     {' '.join(card.end_tokens)}")
     if card.layer_types:
         print(f"keys seen        {describe_layers(card.layer_types)}")
     shift = report.liveness.logit_shift
@@ -206,6 +215,21 @@ def probe(model: str, /, *, computing: ModelOptions = ModelOptions()) -> None:
         f"to transformers  largest logit difference {report.logit_difference:.2e} over"
         f" {report.tokens} tokens"
     )
+
+
+def _start_losses(losses: Mapping[str, float], is_none: bool) -> str:
+    """The loss with and without a start token, and the setting to give."""
+    told = "nats a token: " + ", ".join(
+        f"{loss:.2f} with start {name}" for name, loss in losses.items()
+    )
+    if len(losses) == 1:
+        return f"{told}; the tokenizer names no start token"
+    better = min(losses, key=losses.__getitem__)
+    if max(losses.values()) - losses[better] < START_MATTERS:
+        return f"{told}; either may be set"
+    if (better == NO_START) == is_none:
+        return f"{told}; it is set as it should be"
+    return f"{told}; set --start {better}, in Python start={better!r}"
 
 
 def list_recipes(*names: str, as_json: AsJson = False) -> None:

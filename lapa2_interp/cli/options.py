@@ -12,6 +12,7 @@ from cyclopts import Group, Parameter
 
 from lapa2_interp._util.errors import Lapa2Error, MethodError, ScoringError
 from lapa2_interp._util.values import read_fields, read_value
+from lapa2_interp.bias.text_start import AUTO_START
 from lapa2_interp.generation.settings import CellSettings
 from lapa2_interp.models.machine import Attn, DtypeOrAuto, ModelClass
 
@@ -35,7 +36,7 @@ GROUPS = {
         "samples",
     ),
     Group("Sampling", sort_key=3): (
-        "seed", "top_k", "temperature", "eos", "ban_words", "doubled_bos",
+        "seed", "top_k", "temperature", "eos", "ban_words", "doubled_bos", "start",
     ),
     Group("Recording", sort_key=4): ("trace", "patterns", "label"),
     COMPUTING: ("dtype", "model_class", "max_rows"),
@@ -43,7 +44,7 @@ GROUPS = {
 """Groups of the options that are settings of a cell; `AugmentationOptions` has the bias."""
 AS_TEXT = (
     "model", "attribute", "method", "task", "prefix", "label", "patterns", "eos", "ban_words",
-    "trace", "dtype", "model_class",
+    "trace", "dtype", "model_class", "start",
 )  # fmt: skip
 """Settings whose values are texts, and are not read as TOML."""
 OTHER_NAMES = OPTION_NAMES | {"prompts": ("--prompts", "--prompt")}
@@ -124,6 +125,9 @@ class ModelOptions:
     attn: Attn = "auto"
     """Of a TransformersModel: fused reads passes of several tokens without the matrix of attention
     scores, matrix forms it, auto decides by their size."""
+    start: str = AUTO_START
+    """What plain text starts with: auto, what the model's family reads; none; usual, the token that
+    the tokenizer names for it; or a token's text. `lapa2 probe` measures it."""
     trust_remote_code: bool = False
     """Run code that comes with the model."""
 

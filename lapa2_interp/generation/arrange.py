@@ -117,7 +117,12 @@ def arrange(
                 text = _text(branch, own, open_texts)
                 slots = soft_slots.get(branch.name, 0)
                 branch_layout = layout(
-                    tokenizer, text, branch.join + prompt, soft=slots, doubled_bos=cell.doubled_bos
+                    tokenizer,
+                    text,
+                    branch.join + prompt,
+                    soft=slots,
+                    doubled_bos=cell.doubled_bos,
+                    start=cell.start,
                 )
                 if own.reminder is not None:
                     later_keys[i] = own.reminder.n_keys(new)
@@ -141,6 +146,12 @@ def arrange(
     ):
         if not open_texts:
             read = method.reads_prompt
+            if read and any(layout.l_pro == len(layout.ids) for layout in of_prompt):
+                raise LayoutError(
+                    f"{method.name} reads the probability of the prompt, and nothing stands in front"
+                    f" of {prompt[:40]!r} in one of its branches, so its first token has none; give"
+                    " a start token (start='usual')"
+                )
             # A soft prefix was trained under the factors of short texts.
             firsts = [0 if l.soft else len(l.ids) - l.l_pro * read for l in of_prompt]
             last = max(map(len, of_prompt)) + later + new - 1

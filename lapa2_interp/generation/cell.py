@@ -23,6 +23,7 @@ from lapa2_interp._util.errors import AugmentationError, LayoutError, MethodErro
 from lapa2_interp._util.values import Count, Positive
 from lapa2_interp.attention.trace import TraceKind
 from lapa2_interp.bias.augmentation import Augmentation, Augmentations, active_augmentations
+from lapa2_interp.bias.text_start import NO_START, USUAL_START
 from lapa2_interp.generation.settings import BannedWordsPolicy, CellSettings, EosPolicy, Head
 from lapa2_interp.methods.base import Branch, Method, SoftPrefixKey
 from lapa2_interp.methods.chat import Chat
@@ -98,6 +99,9 @@ class Cell(BaseModel):
     ("all") are never drawn (`generation.banned_words`)."""
     temperature: Positive = 1.0
     """Divides the controlled log-weights; left out of JSON where it is 1."""
+    start: str = USUAL_START
+    """What plain text starts with: "usual", the token that the tokenizer names for it; "none"; or a
+    token's text. Left out of JSON where it is the usual one."""
     files: dict[str, str] = {}
     """sha256 of the files that are read: soft prefixes by branch, word lists by parameter."""
     label: str = ""
@@ -105,12 +109,12 @@ class Cell(BaseModel):
     part of the key."""
 
     @model_serializer(mode="wrap")
-    def _without_usual_temperature(
-        self, serialize: Callable[[Cell], dict[str, Any]]
-    ) -> dict[str, Any]:
+    def _without_usual_values(self, serialize: Callable[[Cell], dict[str, Any]]) -> dict[str, Any]:
         fields = serialize(self)
         if self.temperature == 1:
             fields.pop("temperature", None)
+        if self.start == USUAL_START:
+            fields.pop("start", None)
         return fields
 
     @model_validator(mode="after")
@@ -281,6 +285,8 @@ class Cell(BaseModel):
         changed += [f"temperature {self.temperature:g}"] * (self.temperature != 1)
         changed += [f"eos {self.eos}"] * (self.eos != "keep")
         changed += ["BOS doubled"] * self.doubled_bos
+        if self.start != USUAL_START:
+            changed.append(f"starts with {'nothing' if self.start == NO_START else self.start}")
         changed += [self.model_class] * (self.model_class != "TransformerBridge")
         return ", ".join(changed)
 

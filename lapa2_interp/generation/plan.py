@@ -21,6 +21,7 @@ from lapa2_interp._util.progress import progress_bar
 from lapa2_interp.attention.cache import Rows, check_packing
 from lapa2_interp.bias.augmentation import Augmentation, active_augmentations
 from lapa2_interp.bias.layout import Layout, left_pad
+from lapa2_interp.bias.text_start import AUTO_START, start_setting
 from lapa2_interp.generation.arrange import Arrangement, arrange, chat_stream
 from lapa2_interp.generation.cell import Cell
 from lapa2_interp.generation.sampling import uniforms
@@ -246,11 +247,13 @@ def plan_batches(model: Model, cell: Cell, context: MethodContext | None = None)
         ("model", card.name),
         ("dtype", card.dtype),
         ("model_class", card.model_class),
+        ("start", start_setting(model, AUTO_START)),
     ):
         if model_fact != getattr(cell, name):
             raise ModelError(
                 f"the cell's {name} is {getattr(cell, name)!r}, and the model's {model_fact!r}; give"
-                f" load_model({cell.model!r}, {cell.dtype!r}, model_class={cell.model_class!r})"
+                f" load_model({cell.model!r}, {cell.dtype!r}, model_class={cell.model_class!r},"
+                f" start={cell.start!r})"
             )
     # Soft prefixes, and a first arrangement: it refuses what cannot run.
     prefixes = tuple(

@@ -17,8 +17,10 @@ from lapa2_interp._util.errors import (
     Lapa2Error,
     LayoutError,
     MethodError,
+    ModelError,
     PrefixError,
     TaskError,
+    parameter,
     unknown_choice,
     validation_message,
 )
@@ -36,6 +38,7 @@ from lapa2_interp.bias.recipes import (
     own_strength,
     parse_recipes,
 )
+from lapa2_interp.bias.text_start import AUTO_START, start_setting
 from lapa2_interp.generation.axes import as_axis, product, size_of_product
 from lapa2_interp.generation.cell import Cell, same_label
 from lapa2_interp.generation.settings import (
@@ -52,7 +55,7 @@ from lapa2_interp.methods.registry import (
     method_name,
 )
 from lapa2_interp.models.card import Model, model_card
-from lapa2_interp.models.load import expand_name
+from lapa2_interp.models.load import expand_name, start_of_named
 from lapa2_interp.models.machine import resolve_dtype
 from lapa2_interp.prefixes.soft_prefix import read_card, set_folder
 from lapa2_interp.tasks.prompts import as_prompts
@@ -179,10 +182,16 @@ def resolve(
             "model": expand_name(model),
             "dtype": resolve_dtype(settings.dtype, device),
             "model_class": settings.model_class,
+            "start": start_of_named(expand_name(model), settings.start),
         }
     else:
         card = model_card(model)
-        facts = {"model": card.name, "dtype": card.dtype, "model_class": card.model_class}
+        facts = {
+            "model": card.name,
+            "dtype": card.dtype,
+            "model_class": card.model_class,
+            "start": _start_of_loaded(model, settings.start),
+        }
     attributes = [settings.attribute]
     if settings.attribute == ALL:
         attributes = list(task.attributes)
@@ -225,6 +234,17 @@ def resolve(
         cell.branch_augmentations  # noqa: B018 - refuses an augmentation without a branch
         cells.append(cell)
     return Resolved(tuple(cells), tuple(missing))
+
+
+def _start_of_loaded(model: Model, start: str | None) -> str:
+    """The start of a loaded model, which a setting may repeat."""
+    loaded, wanted = start_setting(model, AUTO_START), start_setting(model, start)
+    if wanted != loaded:
+        raise ModelError(
+            f"{parameter('start', wanted)}, and the model was loaded with start {loaded!r}, which"
+            f" all that reads it follows; give load_model(..., start={wanted!r})"
+        )
+    return loaded
 
 
 _UNCHANGED = (

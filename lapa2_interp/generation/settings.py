@@ -23,6 +23,7 @@ from lapa2_interp._util.values import Count, Natural, Positive
 from lapa2_interp.attention.trace import TraceKind
 from lapa2_interp.bias.places import FORMS as PLACES
 from lapa2_interp.bias.places import head_pairs
+from lapa2_interp.bias.text_start import AUTO_START, NO_START
 from lapa2_interp.models.machine import AUTO_DTYPE, Dtype, DtypeOrAuto, ModelClass
 from lapa2_interp.tasks.prompts import PROMPT_FILES
 from lapa2_interp.tasks.task import Prompts
@@ -164,6 +165,11 @@ class CellSettings(BaseModel):
     """Rows of a batch; by default 120, fewer where their cache would exceed 2 GiB."""
     doubled_bos: bool = False
     """Two BOS tokens, as the released scripts feed LLaMA."""
+    start: str | None = AUTO_START
+    """The token in front of the text: auto, what the model's family reads (`lapa2 probe` tells and
+    measures it); none for nothing, as the paper's GPT-2 has it; usual, the token that the tokenizer
+    names for it; or a token's text. Without one the prefix's first token takes the attention that
+    is left over."""
 
     @field_validator("model", "method", "task", "augmentation", mode="plain")
     @classmethod
@@ -179,6 +185,11 @@ class CellSettings(BaseModel):
                 " axis, write all pairs as one text, or in a list more: [[[0, 0], [1, 1]]]"
             )
         return () if value == "" else head_pairs("patterns", value, TraceError)
+
+    @field_validator("start", mode="before")
+    @classmethod
+    def _named_start(cls, value: Any) -> Any:
+        return NO_START if value is None else value
 
     @field_validator("dtype", mode="plain")
     @classmethod

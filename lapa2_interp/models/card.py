@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict
 
 from lapa2_interp._util.errors import LayoutError, ModelError
 from lapa2_interp.bias.layer_types import FULL_ATTENTION, LayerType, LayerTypeName
-from lapa2_interp.bias.layout import text_markers
+from lapa2_interp.bias.text_start import text_markers, text_start
 from lapa2_interp.bias.tokens import require_tokenizer
 from lapa2_interp.models.fingerprint import (
     adapter_states,
@@ -414,7 +414,9 @@ class ModelCard(BaseModel):
     short_ctx: int | None = None
     """`short_context` of the model."""
     start_token: str
-    """The token that starts plain text (`bias.layout.text_markers`)."""
+    """The token that starts plain text (`bias.text_start`); "" if text starts with nothing."""
+    start_source: str = ""
+    """The reason why plain text starts so; "" in the cards of older runs."""
     end_ids: tuple[int, ...]
     """Ids that end a text under the EOS policies stop and block: the tokenizer's and the generation
     config's. A tokenizer may have no token for an id that a model can draw."""
@@ -457,6 +459,11 @@ def model_card(model: Model) -> ModelCard:
         card = card.model_copy(update=changed)
         model.lapa2_card = card
     return card
+
+
+def starts_with(card: ModelCard) -> str:
+    """What plain text starts with, and who says so, for a reader."""
+    return f"{card.start_token or 'nothing'} ({card.start_source})"
 
 
 def attach_card(model: Model, card: ModelCard) -> ModelCard:
@@ -562,7 +569,7 @@ def make_card(
     Raises:
         ModelError: The end ids of the generation configuration are no ids.
     """
-    markers = text_markers(model.tokenizer)
+    markers = text_markers(model)
     if generation is None:
         generation = getattr(network_of(model), "generation_config", None)
     ends = {*markers.ends, *listed_ends(generation, name)}
@@ -582,7 +589,10 @@ def make_card(
         n_heads=model.cfg.n_heads,
         n_ctx=model.cfg.n_ctx,
         short_ctx=None if config is None else short_context(config),
-        start_token=model.tokenizer.convert_ids_to_tokens(markers.start),
+        start_token=""
+        if markers.start is None
+        else model.tokenizer.convert_ids_to_tokens(markers.start),
+        start_source=text_start(model).source,
         end_ids=end_ids,
         end_tokens=tuple(
             f"id {i}" if name is None else name for i, name in zip(end_ids, names, strict=True)

@@ -4,7 +4,7 @@ The bundled SmolLM2, any Hugging Face causal language model, tiny random models,
 whose circuit is known.
 
 `load_model` returns a TransformerLens model that was checked live (an edit of the attention scores
-moves the logits). Its tokenizer starts plain text with the token of `bias.layout.text_markers`, and
+moves the logits). Its tokenizer knows what plain text starts with (`bias.text_start`), and
 `model_card` is its record.
 """
 
@@ -25,7 +25,15 @@ from unittest import mock
 
 from lapa2_interp._util.errors import ModelError, first_sentence, parameter, unknown_choice
 from lapa2_interp._util.values import Count, numbers_checked
-from lapa2_interp.bias.layout import text_markers
+from lapa2_interp.bias.text_start import (
+    AUTO_START,
+    NO_START,
+    USUAL_START,
+    TextStart,
+    settle_start,
+    start_setting,
+    usual_start,
+)
 from lapa2_interp.bias.tokens import without_dropout
 from lapa2_interp.models.blocks import check_no_open_block
 from lapa2_interp.models.cache_name import let_bridges_read
@@ -100,6 +108,7 @@ def load_model(
     workers: Count = 1,
     seed: int | None = None,
     attn: str = "auto",
+    start: str | None = AUTO_START,
 ) -> Model:
     """Load a model, ready for `augmented`.
 
@@ -129,6 +138,8 @@ def load_model(
         workers: Processes on this machine that load the model, for pack "auto".
         seed: Seed of a planted model; load_model("planted", seed=3) is load_model("planted:3").
         attn: As of `TransformersModel`; the other classes always form the matrix.
+        start: What plain text starts with, here and in all that reads the model's tokenizer:
+            "auto" (`bias.text_start`), None or "none" for nothing, "usual", or a token's text.
 
     Returns:
         A model of that class in eval mode, logits equal to transformers'.
@@ -167,7 +178,7 @@ def load_model(
         device = default_device()
     dtype = resolve_dtype(dtype, device)
     network, tokenizer, weights = load_transformers(
-        name, dtype, trust_remote_code, "auto" if spread else None
+        name, dtype, trust_remote_code, "auto" if spread else None, start
     )
     if getattr(network, "hf_device_map", None):
         _check_device_map(network.hf_device_map, model_class)
@@ -194,8 +205,7 @@ def load_model(
                 f"cannot load {name!r} ({architecture}) as {model_class}:"
                 f" {first_sentence(error) or type(error).__name__}{hint}"
             ) from error
-    # Strings start with the same token as layouts, on every architecture.
-    model.cfg.default_prepend_bos = True
+    _follow_start(model)
     assert_live(model, name)
     _check_same_log_probs(log_probs, wanted, name, model_class, dtype)
     prepacking = choose_prepacking(network_of(model), pack, workers)
@@ -216,11 +226,22 @@ def resolve_model(model: Model | str | Path) -> Model:
     if isinstance(model, str | Path):
         return load_model(model)
     check_has_tokenizer(model)
+    settle_start(model, model_type=_model_type(model))
     if getattr(model, "lapa2_card", None) is None:
         let_bridges_read(network_of(model))
         assert_live(model, model.cfg.model_name)
         model_card(model)
     return model
+
+
+def _follow_start(model: Model) -> None:
+    """Let strings start as layouts do: `model.to_tokens` then gives the ids of a layout."""
+    start = settle_start(model.tokenizer, model_type=_model_type(model))
+    model.cfg.default_prepend_bos = start.token is not None
+
+
+def _model_type(model: Model) -> str:
+    return getattr(getattr(network_of(model), "config", None), "model_type", "")
 
 
 def _model_alone(named: Any) -> Model:
@@ -311,6 +332,7 @@ def load_transformers(
     dtype: str = "float32",
     trust_remote_code: bool = False,
     device_map: str | None = None,
+    start: str | None = AUTO_START,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, str]:
     """The plain transformers model with eager attention, its tokenizer, and the origin of its
     weights.
@@ -318,6 +340,7 @@ def load_transformers(
     Args:
         device_map: As in transformers; by default the model is put on the CPU. Tiny models always
             are.
+        start: As `load_model`.
     """
     import torch
     from transformers import AutoModelForCausalLM
@@ -325,9 +348,9 @@ def load_transformers(
     # Planted, tiny and untrained models are made here.
     name, dtype = expand_name(name), resolve_dtype(dtype)
     if (trained := name.removeprefix(UNTRAINED)) != name:
-        network, tokenizer, _ = load_transformers(trained, dtype, trust_remote_code)
+        network, tokenizer, _ = load_transformers(trained, dtype, trust_remote_code, start=start)
         return untrained(network), tokenizer, f"random, seed {SEED}"
-    tokenizer = load_tokenizer(name, trust_remote_code)
+    tokenizer = load_tokenizer(name, trust_remote_code, start)
     if is_planted(name):
         network = planted_network(name).to(getattr(torch, dtype))
         return network.eval(), tokenizer, f"planted, seed {answer_key(name).seed}"
@@ -364,19 +387,44 @@ def load_transformers(
     return network.eval(), tokenizer, weights
 
 
-def load_tokenizer(name: str | Path, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """A model's tokenizer alone, with `bos_token` set to the token that starts plain text.
+def load_tokenizer(
+    name: str | Path, trust_remote_code: bool = False, start: str | None = AUTO_START
+) -> PreTrainedTokenizerBase:
+    """A model's tokenizer alone, which knows what plain text starts with (`bias.text_start`). Its
+    `bos_token` is that token, or the usual one where text starts with nothing.
+
+    Where that is a guess, a warning says so.
+
+    Args:
+        start: As `load_model`.
 
     Raises:
         ModelError: Not found.
+        LayoutError: The start token is not in the vocabulary.
     """
-    from transformers import AutoTokenizer
-
     name = expand_name(name).removeprefix(UNTRAINED)
-    if is_planted(name):
-        return planted_tokenizer(name)
-    if name in TINY:
-        return tiny_tokenizer(name)
+    if is_planted(name) or name in TINY:
+        tokenizer = planted_tokenizer(name) if is_planted(name) else tiny_tokenizer(name)
+        tokenizer.lapa2_start = TextStart(usual_start(tokenizer), "it was made so")
+        if start != AUTO_START:
+            settle_start(tokenizer, start)
+        return tokenizer
+    tokenizer, config = _read_tokenizer(name, trust_remote_code)
+    found = settle_start(tokenizer, start, str(config.get("model_type", "")))
+    first = usual_start(tokenizer) if found.token is None else found.token
+    if first is not None:
+        tokenizer.bos_token = tokenizer.convert_ids_to_tokens(first)
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def _read_tokenizer(
+    name: str, trust_remote_code: bool
+) -> tuple[PreTrainedTokenizerBase, dict[str, Any]]:
+    """A tokenizer from files, and the configuration of its model."""
+    from transformers import AutoTokenizer, PretrainedConfig
+
     source = str(model_source(name))
     with quiet_transformers():
         try:
@@ -384,6 +432,7 @@ def load_tokenizer(name: str | Path, trust_remote_code: bool = False) -> PreTrai
                 AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
             )
             reads = bool(tokenizer("a", add_special_tokens=False).input_ids)
+            config, _ = PretrainedConfig.get_config_dict(source)
         except Exception as error:  # damaged files raise errors of many libraries
             raise ModelError(load_error(name, error)) from error
     if not reads:
@@ -391,10 +440,17 @@ def load_tokenizer(name: str | Path, trust_remote_code: bool = False) -> PreTrai
             f"the tokenizer of {name!r} makes no token of a letter: its files (tokenizer.json, or"
             " the vocabulary of its kind) are missing or empty; put them beside config.json"
         )
-    tokenizer.bos_token = tokenizer.convert_ids_to_tokens(text_markers(tokenizer).start)
-    if tokenizer.pad_token is None:
-        tokenizer.pad_token = tokenizer.eos_token
-    return tokenizer
+    return tokenizer, config
+
+
+@functools.cache
+def start_of_named(name: str, start: str | None) -> str:
+    """`start_setting` of a model by its name. Of a model that is not here it is what was set, or
+    the usual token: the model is asked for again before its first text."""
+    try:
+        return start_setting(shared_tokenizer(name), start)
+    except ModelError:
+        return USUAL_START if start == AUTO_START else NO_START if start is None else start
 
 
 @functools.cache
@@ -546,7 +602,7 @@ def wrap_in_bridge(
         warnings.simplefilter("ignore")
         model = _make_bridge(network, tokenizer, name, network.dtype, str(network.device))
     model.eval()
-    model.cfg.default_prepend_bos = True
+    _follow_start(model)
     card = make_card(model, name, weights, type(network).__name__, network.generation_config)
     attach_card(model, card)
     return model

@@ -202,7 +202,7 @@ def prefix_curves(
         layer: Only this layer.
         sink: False leaves BOS out of attention and lengths, as if it were not a key.
     """
-    parts = ["prompt", "generated", *(["bos"] if sink else [])]
+    parts = ["prompt", "generated", *(["bos"] if sink and "bos" in traces else [])]
     share, *others = (traces[name].to_numpy().astype(np.float64) for name in ("prefix", *parts))
     rest = np.sum(others, axis=0)
     if layer is not None:
@@ -238,14 +238,10 @@ def head_kinds(traces: xr.Dataset) -> pd.DataFrame:
     prefix: at least half on the prefix. mixed: none of these.
     """
     base = traces.sel(alpha=0.0)
-    means = (
-        base[["bos", "nearest_2", "prefix"]].mean(("sample", "step")).to_dataframe().reset_index()
-    )
-    kind = np.select(
-        [means["bos"] >= 0.5, means["nearest_2"] >= 0.5, means["prefix"] >= 0.5],
-        ["sink", "local", "prefix"],
-        "mixed",
-    )
+    parts = {"bos": "sink", "nearest_2": "local", "prefix": "prefix"}
+    parts = {name: kind for name, kind in parts.items() if name in base}
+    means = base[list(parts)].mean(("sample", "step")).to_dataframe().reset_index()
+    kind = np.select([means[name] >= 0.5 for name in parts], list(parts.values()), "mixed")
     return means[["layer", "head"]].assign(kind=kind)
 
 

@@ -22,7 +22,7 @@ from tqdm import tqdm
 from lapa2_interp._util.errors import PrefixError
 from lapa2_interp._util.progress import progress_bar
 from lapa2_interp._util.values import Count, numbers_checked
-from lapa2_interp.bias.layout import text_markers
+from lapa2_interp.bias.text_start import text_start
 from lapa2_interp.models.load import load_transformers, move_to_device
 from lapa2_interp.models.prepacked import prepacked
 from lapa2_interp.prefixes.likelihood import TextRows, text_nll
@@ -53,8 +53,9 @@ def prefix_nll(
     bar: tqdm | None = None,
 ) -> tuple[Float[np.ndarray, " text"], Int[np.ndarray, " text"]]:
     """NLL of each text in nats, summed over its tokens, after a soft or hard prefix, or none; and
-    its number of tokens there."""
-    bos = text_markers(tokenizer).start
+    its number of tokens there. Where text starts with nothing, its first token counts in none of
+    these, since only a hard prefix predicts it."""
+    bos = text_start(tokenizer).token
     keys_and_values, shifted = None, False
     pairs: list[Seam] = [((), text) for text in texts]
     if isinstance(prefix, SoftPrefix):
@@ -74,8 +75,11 @@ def prefix_nll(
     totals = np.zeros(len(texts))
     with prepacked(network):
         for part in batches:
-            start = (bos, *pairs[part[0]][0])
+            front = () if bos is None else (bos,)
+            start = (*front, *pairs[part[0]][0])
             rows = TextRows.of([pairs[j][1] for j in part], start, network.device)
+            if bos is None:
+                rows.targets[:, len(start)] = False
             keys = values = None
             if keys_and_values is not None:
                 keys, values = keys_and_values[:, None].expand(-1, len(part), -1, -1, -1, -1)
@@ -83,7 +87,7 @@ def prefix_nll(
             totals[part] = nll.double().sum(1).cpu().numpy()
             if bar is not None:
                 bar.update(len(part))
-    return totals, np.array([len(text) for _, text in pairs])
+    return totals, np.array([len(text) - (bos is None) for _, text in pairs])
 
 
 Seam = tuple[tuple[int, ...], Sequence[int]]

@@ -164,6 +164,7 @@ def import_prefix(
             weights=card.weights,
             shape=shape,
             shifted=shifted,
+            start=None,
             origin=origin,
         ),
     )

@@ -1,7 +1,7 @@
 """The likelihood of texts after a prefix: the loss in training, and the measure in evaluation.
 
 Texts are right-padded rows of token ids: [slots,] BOS, text. Every token of a text is scored, the
-first one too.
+first one too, unless text starts with nothing (`bias.text_start`): nothing predicts it then.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class TextRows:
     Attributes:
         ids: BOS, prefix ids if any, text, padding.
         live: True for all ids but padding.
-        targets: True for the ids that are scored: those of the text.
+        targets: True for the ids that are scored: those of the text that have an id in front.
     """
 
     ids: Int[Tensor, "row slot"]
@@ -44,15 +44,17 @@ class TextRows:
     def of(
         cls, texts: Sequence[Sequence[int]], start: Sequence[int], device: Any = "cpu"
     ) -> TextRows:
-        """Rows of texts after the same ids, `start`: BOS, and a hard prefix if there is one."""
+        """Rows of texts after the same ids, `start`: BOS if text starts with it, and a hard prefix
+        if there is one."""
         width = len(start) + max(map(len, texts))
-        ids = torch.tensor(
-            [[*start, *text, *[start[0]] * (width - len(start) - len(text))] for text in texts]
-        )
+        rows = [[*start, *text] for text in texts]
+        ids = torch.tensor([row + row[:1] * (width - len(row)) for row in rows])
         stops = torch.tensor([len(start) + len(text) for text in texts])
         slot = torch.arange(width)
         live = slot < stops[:, None]
-        return cls(ids.to(device), live.to(device), (live & (slot >= len(start))).to(device))
+        return cls(
+            ids.to(device), live.to(device), (live & (slot >= max(len(start), 1))).to(device)
+        )
 
 
 class _TokenNll(torch.autograd.Function):

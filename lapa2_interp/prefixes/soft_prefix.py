@@ -26,6 +26,7 @@ from lapa2_interp._util.commands import command
 from lapa2_interp._util.errors import PrefixError, parameter, validation_message
 from lapa2_interp._util.files import atomic_write, result_folder, sha256_of, write_json
 from lapa2_interp._util.parsing import parse_object, read_text
+from lapa2_interp.bias.text_start import AUTO_START, USUAL_START, start_setting
 from lapa2_interp.models.card import (
     Model,
     is_hybrid,
@@ -189,6 +190,8 @@ class PrefixCard(BaseModel):
     shape: PrefixShape
     shifted: bool
     """True if the text's positions start after the slots."""
+    start: str | None = USUAL_START
+    """What the text behind it starts with (`bias.text_start.start_setting`); None if unknown."""
     sha256: str = ""
     """sha256 of the safetensors file; filled in on saving."""
     origin: str
@@ -303,6 +306,12 @@ class SoftPrefix:
                 f"the soft prefix {self.card.attribute!r} was made for {self.card.model} with"
                 f" weights {self.card.weights}; this is {card.name} with weights {card.weights}; if"
                 " they are the same, attach it to this one: `lapa2 prefix import --other-base`"
+            )
+        if self.card.start not in (None, start := start_setting(model, AUTO_START)):
+            raise PrefixError(
+                f"behind the soft prefix {self.card.attribute!r} text starts with"
+                f" {self.card.start!r}, as in its training, and with {start!r} in this model; give"
+                f" load_model(..., start={self.card.start!r}), or train one for this start"
             )
 
 

@@ -37,7 +37,7 @@ from lapa2_interp._util.parsing import parse_object, read_text
 from lapa2_interp._util.progress import progress_bar
 from lapa2_interp._util.same_inputs import check_same_inputs
 from lapa2_interp._util.version import __version__
-from lapa2_interp.bias.layout import text_markers
+from lapa2_interp.bias.text_start import AUTO_START, start_setting, text_start
 from lapa2_interp.models.card import context_length, short_context
 from lapa2_interp.models.load import load_transformers, move_to_device
 from lapa2_interp.prefixes.optimization import PrefixTraining, TokenLists, TrainingTexts
@@ -131,7 +131,8 @@ def train_set(
             }
             for sources, most in ((corpora, recipe.limit), (held_out, n_checked))
         )
-        start = (text_markers(tokenizer).start,)
+        first_id = text_start(tokenizer).token
+        start = () if first_id is None else (first_id,)
         first = _start_values(network, tokenizer, start, task, recipe, texts, first_set)
         # Train each group.
         jobs = [
@@ -164,6 +165,7 @@ def train_set(
                     weights=weights,
                     shape=shape,
                     shifted=recipe.shifted,
+                    start=start_setting(tokenizer, AUTO_START),
                     origin="trained",
                     training=TrainingRecord(
                         recipe=plan["recipe"],

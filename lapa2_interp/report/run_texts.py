@@ -72,7 +72,10 @@ def _group_cells(run: Run) -> dict[tuple[str, ...], dict[str, Cell]]:
     texts are not compared.
     """
 
-    fields = ("model", "dtype", "model_class", "seed", "top_k", "temperature", "eos", "doubled_bos")
+    fields = (
+        "model", "dtype", "model_class", "seed", "top_k", "temperature", "eos", "doubled_bos",
+        "start",
+    )  # fmt: skip
     values = {name: {getattr(cell, name) for cell in run.by_key.values()} for name in fields}
     differ = [name for name in fields if name == "model" or len(values[name]) > 1]
     groups: dict[tuple[str, ...], dict[str, Cell]] = {}
@@ -111,7 +114,7 @@ def text_column(
         branch = branch_name(trace)
         part = trace.sel(branch=[branch])
         has_prefix = bool((part["l_pre"] > 0).any())
-        names = {"p": "prefix", "b": "bos"} if has_prefix else {"b": "bos"}
+        names = ({"p": "prefix"} if has_prefix else {}) | ({"b": "bos"} if "bos" in part else {})
         masses = {short: pooled(part, name)[0] for short, name in names.items()}
     for prompt in prompts:
         rows = table.index[(table["prompt"] == prompt) & (table["sample"] == 0)]

@@ -248,7 +248,9 @@ export async function render({ model, el }) {
   /** A number (or row) of every arm at a step; MISSING where the arm's text has ended. */
   const atStep = (step, read) => arms.map((arm, i) => step < arm.steps ? read(i) : MISSING);
 
-  const colours = { mass: `attention on the ${data.steered}`, read: "attention of the step's query", bos: "attention on BOS" };
+  const colours = { mass: `attention on the ${data.steered}`, read: "attention of the step's query" };
+  const hasBos = data.masses.includes("bos"); // else the text starts with nothing
+  if (hasBos) colours.bos = "attention on BOS";
   for (const metric of metrics) colours[metric] = `control (${metric}, nats)`;
   colours.none = "nothing";
   const grids = {
@@ -391,7 +393,7 @@ export async function render({ model, el }) {
       button("›", "One step on", () => set({ step: state.step + 1 }))),
     headChoice,
     choice("scale", "Colour scale", { shared: "shared by the arms", own: "each its own" }),
-    tick("log", "log scale"), tick("bos", "without BOS"));
+    tick("log", "log scale"), hasBos ? tick("bos", "without BOS") : "");
 
   /** A bar of a scale's colours between its ends. */
   function keyOf(scale) {
@@ -416,7 +418,7 @@ export async function render({ model, el }) {
     make("header", {}, make("h1", {}, data.title)), controls,
     section("text", "Text", choice("colour", "Coloured by", colours), texts),
     section("map", "Attention of steps on keys", make("p", { className: "legend" },
-      ...Object.entries(PARTS).map(([name, word]) => make("span", {}, make("i", { style: `background:${STRIPS[name]}` }), word)),
+      ...Object.entries(PARTS).filter(([name]) => name !== "bos" || hasBos).map(([name, word]) => make("span", {}, make("i", { style: `background:${STRIPS[name]}` }), word)),
       "Rows are steps, columns are keys. Arrow keys move."), mapTitle, maps, rowTable),
     section("grid", "Layers and heads", make("div", { className: "controls" }, choice("grid", "Value", grids)),
       make("p", { className: "legend" }, "Rows are layers, columns are heads. Arrow keys or a click choose a head, Escape the mean of all."), heads, headTable),

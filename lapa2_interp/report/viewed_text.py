@@ -89,7 +89,7 @@ class ArmAttention:
         end: The reason why the text ended.
         patterns: Attention on every live key by step, [layer, head, key]; each step has one more
             key.
-        masses: Attention on each of MASSES, [mass, step, layer, head].
+        masses: Attention on each of `ViewedText.masses`, [mass, step, layer, head].
         control: Control at every step by metric, in nats; empty if not computed.
         off: The largest difference from the run's trace; None if the run has no trace of this text.
         of_run: Attention on the steered part, mean over the first `ViewedText.steps`
@@ -137,6 +137,16 @@ class ViewedText:
     steps: int
     card: ModelCard
     tokenizer: Any
+
+    @property
+    def masses(self) -> tuple[str, ...]:
+        """The parts of the keys, without "bos" where the text starts with nothing."""
+        return tuple(name for name in MASSES if name != "bos" or self.layout.n_bos)
+
+
+def masses_of(trace: xr.Dataset) -> list[str]:
+    """`ViewedText.masses` of a recomputed trace."""
+    return [name for name in MASSES if name in trace]
 
 
 def select_text(
@@ -228,7 +238,7 @@ def recompute_attention(
             " read again; choose cells of another method"
         )
     if model is None:
-        model = load_model(first.model, first.dtype, device, first.model_class)
+        model = load_model(first.model, first.dtype, device, first.model_class, start=first.start)
     cells = list(selected.cells.values())
     finished = [_first_answers(finished_cell(run, cell.key)) for cell in cells]
     plans = [_plan_prompt(model, run, cell, selected.prompt) for cell in cells]
@@ -263,7 +273,9 @@ def recompute_attention(
             .reshape(model.cfg.n_layers, model.cfg.n_heads, layout.n_live + step)
             for step in range(len(tokens))
         )
-        masses = np.stack([trace[mass].to_numpy()[0, i, : len(tokens)] for mass in MASSES])
+        masses = np.stack(
+            [trace[mass].to_numpy()[0, i, : len(tokens)] for mass in masses_of(trace)]
+        )
         off, recorded = None, finished[i].trace
         if recorded is not None and own_text:
             off = _largest_difference(recorded, trace, branch, row, masses)
@@ -355,7 +367,9 @@ def _attention_trace(
         patterns=[(layer, head) for layer in range(size[0]) for head in range(size[1])],
     )
     for i, tokens in enumerate(rows):
-        if not all(np.isfinite(trace[mass][0, i, : len(tokens)]).all() for mass in MASSES):
+        if not all(
+            np.isfinite(trace[mass][0, i, : len(tokens)]).all() for mass in masses_of(trace)
+        ):
             raise TraceError("attention is not a number here; the model or its dtype overflows")
     return trace
 
@@ -406,7 +420,7 @@ def _largest_difference(
     part, of_type = recorded.sel(branch=[branch]), slice(None)
     if "type_of_layer" in recomputed.coords:
         of_type = recomputed["type_of_layer"].to_numpy() == traced_layer_types(recomputed)[0]
-    for name, mass in zip(MASSES, masses, strict=True):
+    for name, mass in zip(masses_of(recomputed), masses, strict=True):
         before = select_layer_type(part, name).to_numpy()[0, row, :steps]
         now = mass[:, of_type] if before.ndim == 3 else mass[:, of_type].mean((1, 2))
         largest = np.maximum(largest, np.abs(before - now).max())  # NaN stays

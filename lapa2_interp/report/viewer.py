@@ -36,7 +36,6 @@ from lapa2_interp.methods.registry import find_class
 from lapa2_interp.models.card import Model
 from lapa2_interp.report.encoding import FLOOR, Bits, encode_arrays, quantisation_error, quantise
 from lapa2_interp.report.viewed_text import (
-    MASSES,
     HeadValues,
     ViewedText,
     load_head_values,
@@ -318,7 +317,7 @@ def _view_data(text: ViewedText, heads: Mapping[str, HeadValues], bits: Bits) ->
         "heads": n_heads,
         "parts": parts,
         "steered": "prefix" if layout.l_pre else "prompt",
-        "masses": list(MASSES),
+        "masses": list(text.masses),
         "arms": arms,
         "differences": text.differences,
         "runSteps": text.steps,

@@ -89,8 +89,10 @@ def _tokenizer(model: str) -> PreTrainedTokenizerBase:
 
 
 @cache
-def _layout(tokenizer: Any, text: str | None, prompt: str, soft: int, doubled_bos: bool) -> Layout:
-    return Layout.of(tokenizer, text, prompt, soft=soft, doubled_bos=doubled_bos)
+def _layout(
+    tokenizer: Any, text: str | None, prompt: str, soft: int, doubled_bos: bool, start: str
+) -> Layout:
+    return Layout.of(tokenizer, text, prompt, soft=soft, doubled_bos=doubled_bos, start=start)
 
 
 def _slots(model: str, task: str, prefix: SoftPrefixKey) -> int:

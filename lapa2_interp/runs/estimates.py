@@ -12,6 +12,7 @@ from functools import lru_cache
 from lapa2_interp._util.errors import RunError, parameter
 from lapa2_interp._util.terminal import format_bytes
 from lapa2_interp.attention.recorder import trace_bytes
+from lapa2_interp.bias.text_start import NO_START
 from lapa2_interp.generation.cell import Cell
 from lapa2_interp.generation.plan import CACHE_BYTES, MAX_ROWS
 from lapa2_interp.models import machine
@@ -133,7 +134,8 @@ def _lengths(cell: Cell) -> tuple[int, int]:
     prompts = [_tokens(prompt, cell.model) for prompt in cell.prompts]
     front = _prefix_length(cell)
     new = cell.length - min(prompts) * cell.task.length_counts_prompt
-    return 1 + cell.doubled_bos + max(prompts) + front, max(1, new)
+    front += (cell.start != NO_START) + cell.doubled_bos
+    return max(prompts) + front, max(1, new)
 
 
 def _later_messages(cell: Cell) -> list[int]:

@@ -231,7 +231,7 @@ def fill_run(
     if not todo:
         return Swept(before, 0, (), folder=folder)
     # Cells of one model follow each other, so that a worker seldom loads another.
-    todo.sort(key=lambda cell: (cell.model, cell.dtype, cell.model_class))
+    todo.sort(key=lambda cell: (cell.model, cell.dtype, cell.model_class, cell.start))
     total = sum(map(row_tokens_of, todo))
     with progress_bar(total, pluralize(len(todo), "cell"), "row-token") as bar, engine:
         progress = _Filling(run, todo, engine, notify, bar)

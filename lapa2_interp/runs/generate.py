@@ -26,6 +26,7 @@ from lapa2_interp._util.progress import progress_bar
 from lapa2_interp._util.values import Count, Positive
 from lapa2_interp.attention.recorder import trace_bytes
 from lapa2_interp.attention.trace import TraceKind
+from lapa2_interp.bias.text_start import AUTO_START
 from lapa2_interp.generation.cell import Cell
 from lapa2_interp.generation.plan import BatchPlan, plan_batches
 from lapa2_interp.generation.resolve import cells_of
@@ -41,7 +42,7 @@ from lapa2_interp.generation.settings import (
     settings_named,
 )
 from lapa2_interp.methods.base import Method, MethodContext
-from lapa2_interp.models.card import Model, model_card
+from lapa2_interp.models.card import Model, model_card, starts_with
 from lapa2_interp.models.fingerprint import weights_read_once
 from lapa2_interp.models.load import accepts_model_name, load_model, resolve_model
 from lapa2_interp.models.machine import DtypeOrAuto, ModelClass, is_out_of_memory
@@ -83,6 +84,7 @@ def generate(
     model_class: ModelClass = "TransformerBridge",
     max_rows: Count | list[Count | None] | None = None,
     doubled_bos: bool | list[bool] = False,
+    start: str | None = AUTO_START,
     device: str | None = None,
     trust_remote_code: bool = False,
     pack: str = "auto",
@@ -106,7 +108,8 @@ def generate(
         ['arm', 'step', 'name', 'mean']
 
     Args:
-        model: A model's name or folder, or a loaded model (which decides dtype and model_class): of
+        model: A model's name or folder, or a loaded model (which decides dtype, model_class and
+            start): of
             `load_model`, a TransformerLens model made elsewhere, or TransformersModel(network,
             tokenizer, name).
         prompts: One text, or several; "task": those of the task; a number n: n of them; or a file.
@@ -138,6 +141,8 @@ def generate(
         model_class: Class of a model given by name.
         max_rows: Rows of a batch; by default 120, fewer where their cache would exceed 2 GiB.
         doubled_bos: Two BOS tokens, as the released scripts feed LLaMA.
+        start: The token in front of the text: "auto" (`bias.text_start`), None or "none" for
+            nothing, as the paper's GPT-2 has it, "usual", or a token's text.
         device: Device of a model given by name: cpu, cuda, cuda:1; CUDA when there is one, by
             default.
         trust_remote_code: Run code that comes with a model given by name.
@@ -157,7 +162,7 @@ def generate(
     fields = python_values({name: arguments[name] for name in CellSettings.model_fields})
     if not isinstance(model, str | Path):
         model = fields["model"] = resolve_model(model)
-    for name in ("model", "dtype", "model_class"):
+    for name in ("model", "dtype", "model_class", "start"):
         if isinstance(fields[name], list):
             raise Lapa2Error(
                 f"{name} takes one value, found {fields[name]}; `lapa2 sweep` takes several"
@@ -166,7 +171,14 @@ def generate(
     if isinstance(model, str | Path):
         first = cells[0]
         model = load_model(
-            model, first.dtype, device, first.model_class, trust_remote_code, pack, attn=attn
+            model,
+            first.dtype,
+            device,
+            first.model_class,
+            trust_remote_code,
+            pack,
+            attn=attn,
+            start=first.start,
         )
     # Least time and memory, before the plans, which have an entry for every text: texts and traces
     # are kept in memory.
@@ -231,6 +243,7 @@ def announcement(model: Model, plans: Sequence[BatchPlan]) -> str:
         f"{texts} texts, {sum(plan.new_tokens for plan in plans)} new tokens, branches"
         f" {', '.join(plans[0].branches)}"
     )
+    line += f"; plain text starts with {starts_with(model_card(model))}"
     if trace == "none":
         return line
     size = 0

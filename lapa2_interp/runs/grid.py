@@ -133,9 +133,7 @@ def load_grid(
     needs: list[str] = []
     cells: dict[str, Cell] = {}
     fields_of_blocks = [raw | block | dict(changes or {}) for block in blocks]
-    dtypes = [
-        dtype for fields in fields_of_blocks for dtype in as_axis(fields.get("dtype", DTYPE))
-    ]
+    dtypes = [dtype for fields in fields_of_blocks for dtype in as_axis(fields.get("dtype", DTYPE))]
     named = frozenset(str(dtype) for dtype in dtypes if dtype != AUTO_DTYPE)
 
     def meaning(model: str) -> str:

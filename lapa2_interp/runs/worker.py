@@ -158,7 +158,7 @@ class Worker:
         return self._loaded(cell)[0]
 
     def _loaded(self, cell: Cell) -> tuple[Model, ModelContext, Prepacking | None]:
-        wanted = (cell.model, cell.dtype, cell.model_class)
+        wanted = (cell.model, cell.dtype, cell.model_class, cell.start)
         if self._model is None or self._model[0] != wanted:
             self._model = None
             self._plans.clear()
@@ -170,6 +170,7 @@ class Worker:
                 pack=self.pack,
                 workers=self.workers,
                 attn=self.attn,
+                start=cell.start,
             )
             self._model = (wanted, loaded, ModelContext(loaded), model_card(loaded).prepacking)
         return self._model[1:]

@@ -28,7 +28,7 @@ from lapa2_interp._util.errors import (
     unknown_choice,
 )
 from lapa2_interp._util.files import sha256_of
-from lapa2_interp.bias.layout import text_markers
+from lapa2_interp.bias.text_start import text_markers
 from lapa2_interp.bias.tokens import without_dropout
 from lapa2_interp.models.card import context_length, unknown_mask
 from lapa2_interp.models.fingerprint import fingerprint
@@ -118,6 +118,10 @@ class Perplexity(NetworkScorer):
     """exp of a text's mean -ln p per token, the first token conditioned on BOS (section 5.1,
     Fluency; eval_perplexity.py).
 
+    For a model whose texts start with nothing (`bias.text_start`) tokens count from the second one
+    on, and the version says so: these numbers are not compared with those of a model that has a
+    start token.
+
     The number in the paper's table is the arithmetic mean over texts. As in the paper, texts under
     10 words (split at spaces) are skipped; so are texts that begin with BOS. In scripts without
     spaces a grapheme counts as a word. The model is causal, so texts of which one begins with the
@@ -170,7 +174,13 @@ class Perplexity(NetworkScorer):
                 " another causal model, such as gpt2"
             )
         own = " self" if generator == weights else ""
+        if doubled_bos and self.bos is None:
+            raise ScoringError(
+                f"{parameter('doubled_bos')} needs a start token, and texts of {model} start with"
+                " nothing; leave it out"
+            )
         bos = ", BOS twice" if doubled_bos else ""
+        bos += ", from the second token on" * (self.bos is None)
         self.version = (
             f"{model} {dtype}{own}, {weights}, at most {self.max_tokens} tokens, {min_words}+"
             f" {COUNT_UNIT}{bos}{_other_files_version(model)}"
@@ -196,7 +206,14 @@ class Perplexity(NetworkScorer):
             if not ids or _n_words(item.text) < self.min_words:
                 left_out[index] = SkippedText(f"under {self.min_words} words")
                 continue
-            if ids[0] == bos:  # a second one, whose P(BOS | BOS) would be part of the mean
+            if bos is None:  # nothing predicts the first token
+                first[index] = max(first[index], 1)
+            if len(ids) <= first[index]:
+                left_out[index] = SkippedText("one token, which nothing precedes")
+                continue
+            if (
+                bos is not None and ids[0] == bos
+            ):  # a second one, whose P(BOS | BOS) would be part of the mean
                 left_out[index] = SkippedText(
                     f"begins with {self.tokenizer.convert_ids_to_tokens(bos)}"
                 )
@@ -205,7 +222,7 @@ class Perplexity(NetworkScorer):
         yield left_out
         # The passes of this check cost as much as a few texts: scores of a cache need none.
         if texts and not self._checked:
-            _check_causal(self.network, bos, self.title)
+            _check_causal(self.network, bos or 0, self.title)
             self._checked = True
         # Score texts with the same beginning in one row.
         places = list(texts)
@@ -213,16 +230,24 @@ class Perplexity(NetworkScorer):
         groups.sort(key=lambda group: len(texts[group[-1]]))
         for batch in batch_by_tokens([len(texts[group[-1]]) for group in groups], TOKENS_AT_ONCE):
             chosen = [groups[i] for i in batch]
-            rows = TextRows.of([texts[group[-1]] for group in chosen], (bos,), self.network.device)
+            rows = TextRows.of(
+                [texts[group[-1]] for group in chosen], self._front, self.network.device
+            )
             with lone_pass(self.network), torch.no_grad(), prepacked(self.network):
                 nll = _repeatable(self, partial(text_nll, self.network, rows)).double().cpu()
+            skip = 1 - len(self._front)  # nll[i] is of the token behind slot i
             yield {
                 index: _perplexity_score(
-                    nll[row, first[index] : len(texts[index])].mean().exp().item()
+                    nll[row, first[index] - skip : len(texts[index]) - skip].mean().exp().item()
                 )
                 for row, group in enumerate(chosen)
                 for index in group
             }
+
+    @property
+    def _front(self) -> tuple[int, ...]:
+        """What stands in front of every text."""
+        return () if self.bos is None else (self.bos,)
 
     def _read(self, item: TextItem) -> tuple[list[int], int]:
         """The tokens that the model reads, and the index of the first that counts."""

@@ -13,7 +13,8 @@ from oracle import oracle_logits
 from lapa2_interp import Augmentation, augmented
 from lapa2_interp.attention.cache import new_rows
 from lapa2_interp.attention.trace import join_traces
-from lapa2_interp.bias.layout import Layout, left_pad, text_markers
+from lapa2_interp.bias.layout import Layout, left_pad
+from lapa2_interp.bias.text_start import text_markers
 from lapa2_interp.generation.cell import Cell
 from lapa2_interp.generation.resolve import cell_of
 from lapa2_interp.generation.sampling import uniforms

@@ -198,7 +198,9 @@ def test_a_model_by_name_and_the_same_model_loaded_write_the_same_texts(monkeypa
 
 
 def test_a_model_of_another_precision_is_refused_with_the_one_to_load():
-    cell = cell_of("tiny-gpt2", "The lake", attribute="positive", dtype="bfloat16", length=12)
+    cell = cell_of(
+        "tiny-gpt2", prompts="The lake", attribute="positive", dtype="bfloat16", length=12
+    )
     sentence = problem(lambda: make_cells(load_model("tiny-gpt2"), [cell]))
     assert sentence == (
         "the cell's dtype is 'bfloat16', and the model's 'float32'; give load_model('tiny-gpt2',"
