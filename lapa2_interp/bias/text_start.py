@@ -1,8 +1,8 @@
 """What plain text starts with: a token, or nothing.
 
-Families differ. GPT-2's, LLaMA's and Gemma's read a token in front of a text, Qwen2's read none, and
-the two kinds can be told by nothing in a tokenizer's files: a Qwen2 tokenizer names a BOS token,
-adds none, and one model of its family is spoilt by it where its sister is not. So the fact has an
+Families differ: GPT-2, LLaMA and Gemma read a token in front of a text, Qwen2 reads none. Nothing
+in a tokenizer's files tells the two kinds apart. A Qwen2 tokenizer names a BOS token and adds none,
+and of two models of its family one is spoilt by that token and the other is not. So the fact has an
 order of sources, is printed with its source, and can be set; `lapa2 probe MODEL` measures it.
 """
 
@@ -122,8 +122,8 @@ def text_start(owner: Any, start: str | None = AUTO_START, model_type: str = "")
 
 
 def settle_start(owner: Any, start: str | None = AUTO_START, model_type: str = "") -> TextStart:
-    """Find out what plain text starts with, and attach it to the tokenizer, where `text_start` looks
-    for it. The first time that it is a guess, a warning says so.
+    """Find out what plain text starts with, and attach it to the tokenizer, where `text_start`
+    looks for it. The first time that it is a guess, a warning says so.
 
     Raises:
         LayoutError: As `text_start`.

@@ -148,8 +148,8 @@ def arrange(
             read = method.reads_prompt
             if read and any(layout.l_pro == len(layout.ids) for layout in of_prompt):
                 raise LayoutError(
-                    f"{method.name} reads the probability of the prompt, and nothing stands in front"
-                    f" of {prompt[:40]!r} in one of its branches, so its first token has none; give"
+                    f"{method.name} reads the probability of the prompt, and in one of its branches"
+                    f" nothing stands in front of {prompt[:40]!r}, so its first token has none; give"
                     " a start token (start='usual')"
                 )
             # A soft prefix was trained under the factors of short texts.

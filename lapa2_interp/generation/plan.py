@@ -251,9 +251,9 @@ def plan_batches(model: Model, cell: Cell, context: MethodContext | None = None)
     ):
         if model_fact != getattr(cell, name):
             raise ModelError(
-                f"the cell's {name} is {getattr(cell, name)!r}, and the model's {model_fact!r}; give"
-                f" load_model({cell.model!r}, {cell.dtype!r}, model_class={cell.model_class!r},"
-                f" start={cell.start!r})"
+                f"the cell's {name} is {getattr(cell, name)!r}, and the model's {model_fact!r};"
+                f" give load_model({cell.model!r}, {cell.dtype!r},"
+                f" model_class={cell.model_class!r}, start={cell.start!r})"
             )
     # Soft prefixes, and a first arrangement: it refuses what cannot run.
     prefixes = tuple(
