@@ -149,8 +149,8 @@ def arrange(
             if read and any(layout.l_pro == len(layout.ids) for layout in of_prompt):
                 raise LayoutError(
                     f"{method.name} reads the probability of the prompt, and in one of its branches"
-                    f" nothing stands in front of {prompt[:40]!r}, so its first token has none; give"
-                    " a start token (start='usual')"
+                    f" nothing stands in front of {prompt[:40]!r}, so its first token has none;"
+                    " give a start token (start='usual')"
                 )
             # A soft prefix was trained under the factors of short texts.
             firsts = [0 if l.soft else len(l.ids) - l.l_pro * read for l in of_prompt]

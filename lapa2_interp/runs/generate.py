@@ -136,8 +136,8 @@ def generate(
             any attribute's ("all").
         trace: Recorded attention: "full" (every layer and head), "pooled" (their mean) or "none".
         patterns: (layer, head) pairs whose whole attention rows are kept.
-        dtype: float32, bfloat16, float16, float64 or torch's; "auto": the faster of the first two on
-            this machine.
+        dtype: float32, bfloat16, float16, float64 or torch's; "auto": the faster of the first two
+            on this machine.
         model_class: Class of a model given by name.
         max_rows: Rows of a batch; by default 120, fewer where their cache would exceed 2 GiB.
         doubled_bos: Two BOS tokens, as the released scripts feed LLaMA.
