@@ -406,11 +406,11 @@ def load_tokenizer(
     if is_planted(name) or name in TINY:
         tokenizer = planted_tokenizer(name) if is_planted(name) else tiny_tokenizer(name)
         tokenizer.lapa2_start = TextStart(usual_start(tokenizer), "it was made so")
-        if start != AUTO_START:
-            settle_start(tokenizer, start)
-        return tokenizer
-    tokenizer, config = _read_tokenizer(name, trust_remote_code)
-    found = settle_start(tokenizer, start, str(config.get("model_type", "")))
+        model_type = ""
+    else:
+        tokenizer, config = _read_tokenizer(name, trust_remote_code)
+        model_type = str(config.get("model_type", ""))
+    found = settle_start(tokenizer, start, model_type)
     first = usual_start(tokenizer) if found.token is None else found.token
     if first is not None:
         tokenizer.bos_token = tokenizer.convert_ids_to_tokens(first)
