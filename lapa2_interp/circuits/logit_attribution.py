@@ -44,7 +44,7 @@ from lapa2_interp.circuits.unit_table import UnitTable
 from lapa2_interp.circuits.units import head_units
 from lapa2_interp.models.card import (
     Model,
-    check_not_quantised,
+    check_weights_readable,
     kv_heads,
     prepacked_model,
 )
@@ -232,7 +232,7 @@ class _Weights:
     """Weights between the heads' outputs and the logits."""
 
     def __init__(self, model: Model) -> None:
-        check_not_quantised(model, "what heads write is computed from")
+        check_weights_readable(model, "what heads write is computed from")
         self.out = _wide(model.W_O)  # layer head d_head d_model
         self.unembed = _wide(model.W_U)  # d_model vocab
         self.unembed_bias = _wide(model.b_U)  # vocab

@@ -34,7 +34,7 @@ from lapa2_interp._util.errors import DeadHookError, ModelError, parameter
 from lapa2_interp.bias.layer_types import LayerType, describe_runs
 from lapa2_interp.models.blocks import ATTENTION_NAME, OUTSIDE_ERROR, PassState, open_block
 from lapa2_interp.models.cache_name import cache_of
-from lapa2_interp.models.card import Model, TransformersModel, decoder_size, layer_types
+from lapa2_interp.models.card import Model, TransformersModel, decoder_size, device_of, layer_types
 from lapa2_interp.models.machine import Attn, machine_memory
 from lapa2_interp.models.span_attention import SpanScores
 
@@ -269,7 +269,7 @@ def _describe_pass(
     elif mask is not None and not (isinstance(mask, Tensor) and mask.ndim == 2):
         path = "the pass has a mask of its own"
     else:
-        path = path_of_pass(attn, n_queries, n_keys, network.device.type)
+        path = path_of_pass(attn, n_queries, n_keys, device_of(network).type)
     fused = path == FUSED
     return _Pass(
         blocks, path, n_keys, mask if fused else None, layer_types(network) if fused else ()

@@ -21,6 +21,7 @@ from lapa2_interp.models.fingerprint import (
     adapter_states,
     fingerprint,
     network_tensors,
+    offload_hooks,
     plain_tensors,
 )
 from lapa2_interp.models.fused import check_fused_weights, fused_weights
@@ -88,7 +89,7 @@ class TransformersModel:
             d_vocab=config.vocab_size,
             n_ctx=context_length(config),
             dtype=network.dtype,
-            device=network.device,
+            device=device_of(network),
             model_name=name,
             original_architecture=type(network).__name__,
         )
@@ -105,6 +106,21 @@ class TransformersModel:
     def W_E(self) -> Tensor:
         """Embeddings [vocab, d_model]."""
         return self.original_model.get_input_embeddings().weight
+
+
+def device_of(network: Any) -> torch.device:
+    """The device of a transformers model's inputs: that of its first weights, or to which
+    accelerate brings them."""
+    if network.device.type != "meta":
+        return network.device
+    devices = (hook.execution_device for _, hook in offload_hooks(network))
+    device = next((device for device in devices if device is not None), None)
+    if device is None:
+        raise ModelError(
+            f"the weights of this {type(network).__name__} are not in memory (device meta), and no"
+            " hook of accelerate brings them; load the model with its weights"
+        )
+    return torch.zeros(0, device=device).device  # accelerate may give a number
 
 
 DEFAULT_CONTEXT = 2048
@@ -433,7 +449,7 @@ def model_card(model: Model) -> ModelCard:
     """The card of a loaded model; for a model that was made elsewhere, a card read from it.
 
     Weights that were made elsewhere, or changed since they were loaded, are identified by a hash of
-    the weights in memory.
+    the weights in memory, or where accelerate keeps them.
 
     Raises:
         ModelError: The value is not a loaded model, or has no tokenizer; or a fused weight was
@@ -442,9 +458,8 @@ def model_card(model: Model) -> ModelCard:
     check_has_tokenizer(model)
     card, values = getattr(model, "lapa2_card", None), fingerprint(network_of(model))
     if card is None:
-        spread = any(weight.is_meta for weight in network_of(model).parameters())
-        weights = "not hashed: in part not in memory" if spread else hash_weights(model)
-        return attach_card(model, make_card(model, model.cfg.model_name, weights))
+        card = make_card(model, model.cfg.model_name, hash_weights(model))
+        return attach_card(model, card)
     names: dict[bytes, str] = model.lapa2_weights
     if values not in names:
         model.lapa2_fused = check_fused_weights(network_of(model), model.lapa2_fused)
@@ -490,7 +505,7 @@ def hash_weights(model: Model) -> str:
     """sha256 over a model's weights, configuration and vocabulary, as they are now.
 
     Raises:
-        ModelError: Some weights are not in memory, or cannot be read.
+        ModelError: Some weights are nowhere, or cannot be read.
     """
     network: Any = network_of(model)
     config = getattr(network, "config", None)
@@ -539,6 +554,24 @@ def check_not_quantised(model: Model, what: str) -> None:
         raise ModelError(
             f"{what} the weights themselves, and those of this {type(network).__name__} are"
             " quantised; load the model without quantization_config, from unquantised files"
+        )
+
+
+def check_weights_readable(model: Model, what: str) -> None:
+    """Refuse a model whose weights cannot be computed with outside its passes.
+
+    Args:
+        what: The beginning of the error message.
+
+    Raises:
+        ModelError: They are quantised, or offloaded.
+    """
+    check_not_quantised(model, what)
+    network = network_of(model)
+    if any(weight.is_meta for weight in network.parameters()):
+        raise ModelError(
+            f"{what} the weights themselves, and those of this {type(network).__name__} are in part"
+            " offloaded; load the whole model into memory"
         )
 
 

@@ -37,6 +37,7 @@ from lapa2_interp.models.card import (
     check_has_tokenizer,
     check_not_quantised,
     context_length,
+    device_of,
     make_card,
     model_card,
     network_of,
@@ -257,7 +258,7 @@ def _sample_log_probs(model: Any, network: Any) -> Tensor:
     n = min(32, context_length(config))
     ids = torch.linspace(0, config.vocab_size - 1, n + 2)[1:-1].long()[None]
     with torch.no_grad():
-        output = model(ids.to(network.device))
+        output = model(ids.to(device_of(network)))
     return getattr(output, "logits", output)[0].cpu().float().log_softmax(-1)
 
 
@@ -544,7 +545,7 @@ def wrap_in_bridge(
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        model = _make_bridge(network, tokenizer, name, network.dtype, str(network.device))
+        model = _make_bridge(network, tokenizer, name, network.dtype, str(device_of(network)))
     model.eval()
     model.cfg.default_prepend_bos = True
     card = make_card(model, name, weights, type(network).__name__, network.generation_config)

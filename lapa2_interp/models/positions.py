@@ -24,6 +24,7 @@ from lapa2_interp.models.cache_name import cache_name
 from lapa2_interp.models.card import (
     Model,
     context_length,
+    device_of,
     network_of,
     plain_network,
     rotary_limit,
@@ -158,7 +159,7 @@ def _sample_ids(network: Any, n: int) -> Int[Tensor, "1 query"]:
     config = network.config.get_text_config()
     ids = torch.linspace(0, config.vocab_size - 1, n + 2)[1:-1].long()
     ids = torch.where(ids == (getattr(config, "pad_token_id", None) or 0), ids + 1, ids)
-    return ids.remainder(config.vocab_size)[None].to(network.device)
+    return ids.remainder(config.vocab_size)[None].to(device_of(network))
 
 
 @contextmanager
