@@ -25,7 +25,7 @@ from lapa2_interp.circuits.edits import (
 )
 from lapa2_interp.circuits.examples import ContrastExample
 from lapa2_interp.circuits.units import Location, PatchUnit
-from lapa2_interp.models.card import Model, kv_heads, weights_dtype
+from lapa2_interp.models.card import Model, check_weights_readable, kv_heads, weights_dtype
 from lapa2_interp.models.hook_names import (
     HOOK_ATTN_OUT,
     HOOK_FINAL_NORM,
@@ -189,6 +189,7 @@ def patched_runs(model: Model, node: str, slots: Sequence[str] | None) -> Patche
         group = 1 if node == "prefix_to_head" else model.cfg.n_heads // kv_heads(model)
         return partial(_through_prefix, model, group)
     if node == "head_to_logits":
+        check_weights_readable(model, "what heads write into the logits is computed from")
         # The weights are read before they are prepacked.
         layers = [model.blocks[i].attn for i in range(model.cfg.n_layers)]
         return partial(

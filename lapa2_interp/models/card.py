@@ -557,20 +557,21 @@ def check_not_quantised(model: Model, what: str) -> None:
         )
 
 
-def check_weights_readable(model: Model, what: str) -> None:
-    """Refuse a model whose weights cannot be computed with outside its passes.
+def check_weights_readable(model: Model, what: str, part: nn.Module | None = None) -> None:
+    """Refuse weights that cannot be computed with outside the model's passes.
 
     Args:
         what: The beginning of the error message.
+        part: The module whose weights are read; by default all.
 
     Raises:
-        ModelError: They are quantised, or offloaded.
+        ModelError: They are quantised, or some are offloaded.
     """
     check_not_quantised(model, what)
     network = network_of(model)
-    if any(weight.is_meta for weight in network.parameters()):
+    if any(weight.is_meta for weight in (part or network).parameters()):
         raise ModelError(
-            f"{what} the weights themselves, and those of this {type(network).__name__} are in part"
+            f"{what} the weights themselves, and those of this {type(network).__name__} are"
             " offloaded; load the whole model into memory"
         )
 

@@ -82,14 +82,22 @@ def network_tensors(network: Any) -> Iterator[tuple[str, Tensor]]:
     Weights that accelerate keeps elsewhere are read from there, one by one.
 
     Raises:
-        ModelError: Weights are in an object that cannot be read.
+        ModelError: Weights are in an object that cannot be read, or are not found there.
     """
     stored, places = network.state_dict(keep_vars=True), _places_of_offloaded(network)
     for name, entry in stored.items():
         for part_name, tensor in _tensors_of(name, entry):
             if id(tensor) in places:
                 weights, key = places[id(tensor)]
-                yield part_name, weights[key].to(tensor.dtype)
+                try:
+                    values = weights[key]
+                except KeyError:
+                    raise ModelError(
+                        f"accelerate does not find the weight {part_name}, which it has offloaded"
+                        " under another name; offload the model without preload_module_classes, or"
+                        " use TransformersModel"
+                    ) from None
+                yield part_name, values.to(tensor.dtype)
             else:
                 yield part_name, tensor
     for path, module in network.named_modules():
