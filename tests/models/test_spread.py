@@ -149,9 +149,9 @@ def test_offloaded_weights_give_the_same_trace(whole, offloaded, attn):
 
 def test_offloaded_layers_are_not_prepacked(tmp_path):
     """Nor does the card say so; nor are layers that accelerate has placed on this device."""
-    for place in PLACES:
+    for device in PLACES:
         network, tokenizer, _ = models.load_transformers("tiny-llama")
-        network = spread(network, place, str(tmp_path))
+        network = spread(network, device, str(tmp_path))
         assert model_card(TransformersModel(network, tokenizer, "mine")).prepacking == "none"
 
 
