@@ -44,7 +44,6 @@ from lapa2_interp.circuits.unit_table import UnitTable
 from lapa2_interp.circuits.units import head_units
 from lapa2_interp.models.card import (
     Model,
-    check_weights_readable,
     kv_heads,
     prepacked_model,
 )
@@ -57,6 +56,7 @@ from lapa2_interp.models.hook_names import (
     HOOK_VALUES,
 )
 from lapa2_interp.models.load import accepts_model_name
+from lapa2_interp.models.readable_weights import check_weights_readable
 from lapa2_interp.stats import bounds
 
 PARTS = ("prefix", "bos", "prompt", "generated")

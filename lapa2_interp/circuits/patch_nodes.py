@@ -25,7 +25,7 @@ from lapa2_interp.circuits.edits import (
 )
 from lapa2_interp.circuits.examples import ContrastExample
 from lapa2_interp.circuits.units import Location, PatchUnit
-from lapa2_interp.models.card import Model, check_weights_readable, kv_heads, weights_dtype
+from lapa2_interp.models.card import Model, kv_heads, weights_dtype
 from lapa2_interp.models.hook_names import (
     HOOK_ATTN_OUT,
     HOOK_FINAL_NORM,
@@ -35,6 +35,7 @@ from lapa2_interp.models.hook_names import (
     HOOK_RESID_PRE,
     HOOK_Z,
 )
+from lapa2_interp.models.readable_weights import check_weights_readable
 
 HOOKS: Mapping[str, str] = {
     "z": HOOK_Z,

@@ -34,8 +34,9 @@ from lapa2_interp._util.errors import DeadHookError, ModelError, parameter
 from lapa2_interp.bias.layer_types import LayerType, describe_runs
 from lapa2_interp.models.blocks import ATTENTION_NAME, OUTSIDE_ERROR, PassState, open_block
 from lapa2_interp.models.cache_name import cache_of
-from lapa2_interp.models.card import Model, TransformersModel, decoder_size, device_of, layer_types
+from lapa2_interp.models.card import Model, TransformersModel, decoder_size, layer_types
 from lapa2_interp.models.machine import Attn, machine_memory
+from lapa2_interp.models.offloaded import device_of
 from lapa2_interp.models.span_attention import SpanScores
 
 FUSED_NAME = f"{ATTENTION_NAME}_fused"

@@ -21,11 +21,11 @@ from lapa2_interp.models.fingerprint import (
     adapter_states,
     fingerprint,
     network_tensors,
-    offload_hooks,
     plain_tensors,
 )
 from lapa2_interp.models.fused import check_fused_weights, fused_weights
 from lapa2_interp.models.machine import Attn, check_attn
+from lapa2_interp.models.offloaded import device_of
 from lapa2_interp.models.prepacked import (
     Prepacking,
     can_prepack_layers,
@@ -106,21 +106,6 @@ class TransformersModel:
     def W_E(self) -> Tensor:
         """Embeddings [vocab, d_model]."""
         return self.original_model.get_input_embeddings().weight
-
-
-def device_of(network: Any) -> torch.device:
-    """The device of a transformers model's inputs: that of its first weights, or to which
-    accelerate brings them."""
-    if network.device.type != "meta":
-        return network.device
-    devices = (hook.execution_device for _, hook in offload_hooks(network))
-    device = next((device for device in devices if device is not None), None)
-    if device is None:
-        raise ModelError(
-            f"the weights of this {type(network).__name__} are not in memory (device meta), and no"
-            " hook of accelerate brings them; load the model with its weights"
-        )
-    return torch.zeros(0, device=device).device  # accelerate may give a number
 
 
 DEFAULT_CONTEXT = 2048
@@ -554,25 +539,6 @@ def check_not_quantised(model: Model, what: str) -> None:
         raise ModelError(
             f"{what} the weights themselves, and those of this {type(network).__name__} are"
             " quantised; load the model without quantization_config, from unquantised files"
-        )
-
-
-def check_weights_readable(model: Model, what: str, part: nn.Module | None = None) -> None:
-    """Refuse weights that cannot be computed with outside the model's passes.
-
-    Args:
-        what: The beginning of the error message.
-        part: The module whose weights are read; by default all.
-
-    Raises:
-        ModelError: They are quantised, or some are offloaded.
-    """
-    check_not_quantised(model, what)
-    network = network_of(model)
-    if any(weight.is_meta for weight in (part or network).parameters()):
-        raise ModelError(
-            f"{what} the weights themselves, and those of this {type(network).__name__} are"
-            " offloaded; load the whole model into memory"
         )
 
 

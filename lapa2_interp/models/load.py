@@ -37,7 +37,6 @@ from lapa2_interp.models.card import (
     check_has_tokenizer,
     check_not_quantised,
     context_length,
-    device_of,
     make_card,
     model_card,
     network_of,
@@ -47,6 +46,7 @@ from lapa2_interp.models.exact_softmax import make_softmax_exact
 from lapa2_interp.models.fingerprint import weights_read_once
 from lapa2_interp.models.liveness import assert_live
 from lapa2_interp.models.machine import check_attn, default_device, resolve_dtype
+from lapa2_interp.models.offloaded import device_of
 from lapa2_interp.models.planted import (
     PLANTED,
     answer_key,

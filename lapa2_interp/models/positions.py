@@ -24,12 +24,12 @@ from lapa2_interp.models.cache_name import cache_name
 from lapa2_interp.models.card import (
     Model,
     context_length,
-    device_of,
     network_of,
     plain_network,
     rotary_limit,
     weights_dtype,
 )
+from lapa2_interp.models.offloaded import device_of
 
 LOG_PROB_TOLERANCE = {"float64": 1e-3, "float32": 1e-3, "bfloat16": 0.2, "float16": 0.05}
 """Largest mean difference of one model's log-probabilities, computed in another order."""

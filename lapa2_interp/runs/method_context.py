@@ -35,13 +35,13 @@ from lapa2_interp.generation.resolve import cell_of
 from lapa2_interp.methods.base import Method
 from lapa2_interp.models.card import (
     Model,
-    check_weights_readable,
     is_bridge,
     model_card,
     network_of,
     weights_id,
 )
 from lapa2_interp.models.machine import processor_kind
+from lapa2_interp.models.readable_weights import check_weights_readable
 from lapa2_interp.scoring.registry import ScorerOptions, make_scorer
 from lapa2_interp.scoring.scorer import TextItem, run_scorer
 from lapa2_interp.tasks.task import CUSTOM, Attribute, Prompts, Task
