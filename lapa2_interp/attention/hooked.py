@@ -228,11 +228,9 @@ def augmented(
             assert isinstance(observer, SpanObserver)
             observer.observe_spans(layer, scores)
 
-    def needs_matrix(layer: int, differentiated: bool) -> str | None:
+    def needs_matrix(layer: int) -> str | None:
         if layer in bias.factor_layers:
             return "a law that multiplies scores"
-        if differentiated and layer in bias.score_law_layers:
-            return "the gradient of a law that reads the scores"
         return observer.needs_patterns(layer) if isinstance(observer, SpanObserver) else None
 
     # Attach them.

@@ -58,6 +58,7 @@ from lapa2_interp.models.card import (
     rotary_limit,
     weights_dtype,
 )
+from lapa2_interp.models.fingerprint import offload_hooks
 
 SMALLEST_BUCKET = 128
 """Keys that the first steps read."""
@@ -314,6 +315,8 @@ def static_problem(
         return "not every layer keeps keys and values"
     if len({parameter.device for parameter in network.parameters()}) > 1:
         return "the model lies on several devices"
+    if any(offload_hooks(network)):
+        return "the model's weights are offloaded"
     return None
 
 

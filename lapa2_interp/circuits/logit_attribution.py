@@ -44,7 +44,6 @@ from lapa2_interp.circuits.unit_table import UnitTable
 from lapa2_interp.circuits.units import head_units
 from lapa2_interp.models.card import (
     Model,
-    check_not_quantised,
     kv_heads,
     prepacked_model,
 )
@@ -57,6 +56,7 @@ from lapa2_interp.models.hook_names import (
     HOOK_VALUES,
 )
 from lapa2_interp.models.load import accepts_model_name
+from lapa2_interp.models.readable_weights import check_weights_readable
 from lapa2_interp.stats import bounds
 
 PARTS = ("prefix", "bos", "prompt", "generated")
@@ -237,7 +237,7 @@ class _Weights:
     """Weights between the heads' outputs and the logits."""
 
     def __init__(self, model: Model) -> None:
-        check_not_quantised(model, "what heads write is computed from")
+        check_weights_readable(model, "what heads write is computed from")
         self.out = _wide(model.W_O)  # layer head d_head d_model
         self.unembed = _wide(model.W_U)  # d_model vocab
         self.unembed_bias = _wide(model.b_U)  # vocab

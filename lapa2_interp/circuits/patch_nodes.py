@@ -35,6 +35,7 @@ from lapa2_interp.models.hook_names import (
     HOOK_RESID_PRE,
     HOOK_Z,
 )
+from lapa2_interp.models.readable_weights import check_weights_readable
 
 HOOKS: Mapping[str, str] = {
     "z": HOOK_Z,
@@ -193,6 +194,7 @@ def patched_runs(model: Model, node: str, slots: Sequence[str] | None) -> Patche
         group = 1 if node == "prefix_to_head" else model.cfg.n_heads // kv_heads(model)
         return partial(_through_prefix, model, group)
     if node == "head_to_logits":
+        check_weights_readable(model, "what heads write into the logits is computed from")
         # The weights are read before they are prepacked.
         layers = [model.blocks[i].attn for i in range(model.cfg.n_layers)]
         return partial(

@@ -36,6 +36,7 @@ from lapa2_interp.models.blocks import ATTENTION_NAME, OUTSIDE_ERROR, PassState,
 from lapa2_interp.models.cache_name import cache_of
 from lapa2_interp.models.card import Model, TransformersModel, decoder_size, layer_types
 from lapa2_interp.models.machine import Attn, machine_memory
+from lapa2_interp.models.offloaded import device_of
 from lapa2_interp.models.span_attention import SpanScores
 
 FUSED_NAME = f"{ATTENTION_NAME}_fused"
@@ -61,8 +62,7 @@ class AttentionHooks:
         edit_spans: The same edit as `edit_scores`, by biases on spans: takes layer and
             `SpanScores`.
         read_spans: Reads what `read_pattern` does, as sums, after the outputs: takes the same.
-        needs_matrix: Takes a layer, and whether the pass is differentiated; returns the reason why
-            the layer needs scores or pattern, or None.
+        needs_matrix: Takes a layer; returns the reason why it needs scores or pattern, or None.
         first: The slot of the pass's first query.
         state: The state of that pass.
         paths: By layer, the path of the last pass of several queries: "fused", or the reason why it
@@ -75,7 +75,7 @@ class AttentionHooks:
     check_sight: Callable[[int, Tensor, int], None] | None = None
     edit_spans: Callable[[int, SpanScores], None] | None = None
     read_spans: Callable[[int, SpanScores], None] | None = None
-    needs_matrix: Callable[[int, bool], str | None] = lambda _layer, _differentiated: None
+    needs_matrix: Callable[[int], str | None] = lambda _layer: None
     first: int = 0
     state: PassState = field(default_factory=PassState)
     paths: dict[int, str] = field(default_factory=dict)
@@ -270,7 +270,7 @@ def _describe_pass(
     elif mask is not None and not (isinstance(mask, Tensor) and mask.ndim == 2):
         path = "the pass has a mask of its own"
     else:
-        path = path_of_pass(attn, n_queries, n_keys, network.device.type)
+        path = path_of_pass(attn, n_queries, n_keys, device_of(network).type)
     fused = path == FUSED
     return _Pass(
         blocks, path, n_keys, mask if fused else None, layer_types(network) if fused else ()
@@ -341,9 +341,7 @@ def attend(
     if lapa2 is not None and query.shape[2] > 1:
         path = lapa2.path
         if path == FUSED:
-            path = _path_of_layer(
-                module.layer_idx, lapa2, query, key, attention_mask, softcap, s_aux
-            )
+            path = _path_of_layer(module.layer_idx, lapa2, query, key, attention_mask, softcap)
         for hooks in blocks:
             hooks.paths[module.layer_idx] = path
         if path == FUSED:
@@ -395,7 +393,6 @@ def _path_of_layer(
     key: Tensor,
     mask: Tensor | None,
     softcap: float | None,
-    sinks: Tensor | None,
 ) -> str:
     """The path of a layer in a pass without the matrix: "fused", or the reason for a matrix."""
     if not _is_one_row(mask, query):
@@ -404,10 +401,7 @@ def _path_of_layer(
         return "its scores have a cap"
     if key.shape[2] < this.n_keys:
         return "its cache has dropped keys"
-    differentiated = torch.is_grad_enabled() and query.requires_grad
-    if differentiated and (sinks is not None or query.shape[2] < this.n_keys):
-        return "its gradient needs more than the outputs of one kernel"
-    reasons = (hooks.needs_matrix(layer, differentiated) for hooks in this.hooks)
+    reasons = (hooks.needs_matrix(layer) for hooks in this.hooks)
     return next((reason for reason in reasons if reason), FUSED)
 
 

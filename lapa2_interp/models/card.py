@@ -25,6 +25,7 @@ from lapa2_interp.models.fingerprint import (
 )
 from lapa2_interp.models.fused import check_fused_weights, fused_weights
 from lapa2_interp.models.machine import Attn, check_attn
+from lapa2_interp.models.offloaded import device_of
 from lapa2_interp.models.prepacked import (
     Prepacking,
     can_prepack_layers,
@@ -88,7 +89,7 @@ class TransformersModel:
             d_vocab=config.vocab_size,
             n_ctx=context_length(config),
             dtype=network.dtype,
-            device=network.device,
+            device=device_of(network),
             model_name=name,
             original_architecture=type(network).__name__,
         )
@@ -435,7 +436,7 @@ def model_card(model: Model) -> ModelCard:
     """The card of a loaded model; for a model that was made elsewhere, a card read from it.
 
     Weights that were made elsewhere, or changed since they were loaded, are identified by a hash of
-    the weights in memory.
+    the weights in memory, or where accelerate keeps them.
 
     Raises:
         ModelError: The value is not a loaded model, or has no tokenizer; or a fused weight was
@@ -444,9 +445,8 @@ def model_card(model: Model) -> ModelCard:
     check_has_tokenizer(model)
     card, values = getattr(model, "lapa2_card", None), fingerprint(network_of(model))
     if card is None:
-        spread = any(weight.is_meta for weight in network_of(model).parameters())
-        weights = "not hashed: in part not in memory" if spread else hash_weights(model)
-        return attach_card(model, make_card(model, model.cfg.model_name, weights))
+        card = make_card(model, model.cfg.model_name, hash_weights(model))
+        return attach_card(model, card)
     names: dict[bytes, str] = model.lapa2_weights
     if values not in names:
         model.lapa2_fused = check_fused_weights(network_of(model), model.lapa2_fused)
@@ -497,7 +497,7 @@ def hash_weights(model: Model) -> str:
     """sha256 over a model's weights, configuration and vocabulary, as they are now.
 
     Raises:
-        ModelError: Some weights are not in memory, or cannot be read.
+        ModelError: Some weights are nowhere, or cannot be read.
     """
     network: Any = network_of(model)
     config = getattr(network, "config", None)

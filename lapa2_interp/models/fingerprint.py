@@ -12,7 +12,8 @@ step reads.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import weakref
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
@@ -34,7 +35,9 @@ MIXER = 0x1E3779B97F4A7C15
 TABLES = ("attn.mask", "attn.IGNORE")
 """Ends of the names of a HookedTransformer's buffers that are no weights: [query key] tables."""
 
-_read: ContextVar[dict[int, tuple[Tensor, tuple, bytes]] | None] = ContextVar("read", default=None)
+_read: ContextVar[dict[int, tuple[weakref.ref[Tensor], tuple, bytes]] | None] = ContextVar(
+    "read", default=None
+)
 
 
 @contextmanager
@@ -58,7 +61,7 @@ def fingerprint(network: Any) -> bytes:
     """A fingerprint of the names, shapes, types and values of a network's weights, of its buffers,
     and of the state of its adapters.
 
-    Weights that are not in memory count by name, shape and type alone.
+    Weights that are nowhere count by name, shape and type alone.
 
     Raises:
         ModelError: Weights are in an object that cannot be read.
@@ -76,18 +79,55 @@ def network_tensors(network: Any) -> Iterator[tuple[str, Tensor]]:
     """The tensors that a network computes with, by name: those of its `state_dict`, and buffers
     that it lacks (such as rotary frequencies), without those that a forward pass itself changes.
 
+    Weights that accelerate keeps elsewhere are read from there, one by one.
+
     Raises:
-        ModelError: Weights are in an object that cannot be read.
+        ModelError: Weights are in an object that cannot be read, or are not found there.
     """
-    stored = network.state_dict(keep_vars=True)
+    stored, places = network.state_dict(keep_vars=True), _places_of_offloaded(network)
     for name, entry in stored.items():
-        yield from _tensors_of(name, entry)
+        for part_name, tensor in _tensors_of(name, entry):
+            if id(tensor) in places:
+                weights, key = places[id(tensor)]
+                try:
+                    values = weights[key]
+                except KeyError:
+                    raise ModelError(
+                        f"accelerate does not find the weight {part_name}, which it has offloaded"
+                        " under another name; offload the model without preload_module_classes, or"
+                        " use TransformersModel"
+                    ) from None
+                yield part_name, values.to(tensor.dtype)
+            else:
+                yield part_name, tensor
     for path, module in network.named_modules():
         own = getattr(module, "_non_persistent_buffers_set", ())
         for buffer in sorted(own):
             name, tensor = f"{path}.{buffer}", module._buffers.get(buffer)
             if tensor is not None and not _changes_in_passes(module, buffer):
                 yield name, tensor
+
+
+def offload_hooks(network: Any) -> Iterator[tuple[Any, Any]]:
+    """The modules whose weights accelerate brings to a device for each pass, and its hooks."""
+    for module in network.modules():
+        # Not by getattr: a module of TransformerLens also has the attributes of the one inside it.
+        hook = vars(module).get("_hf_hook")
+        for part in getattr(hook, "hooks", [hook]):
+            if getattr(part, "offload", False):
+                yield module, part
+
+
+def _places_of_offloaded(network: Any) -> dict[int, tuple[Mapping[str, Tensor], str]]:
+    """By id of the empty tensor in its place, the mapping that holds an offloaded weight, and its
+    key there."""
+    places = {}
+    for module, hook in offload_hooks(network):
+        inside = {"recurse": hook.place_submodules}
+        for name, tensor in (*module.named_parameters(**inside), *module.named_buffers(**inside)):
+            if tensor.is_meta:
+                places[id(tensor)] = hook.weights_map, name
+    return places
 
 
 def _tensors_of(name: str, entry: Any) -> Iterator[tuple[str, Tensor]]:
@@ -136,12 +176,12 @@ def weight_fingerprint(weight: Tensor) -> bytes:
     memory = _read.get()
     state = change_counters(weight)
     if memory is not None and id(weight) in memory:
-        _, state_then, made = memory[id(weight)]
-        if state == state_then:
+        weight_then, state_then, made = memory[id(weight)]
+        if weight_then() is weight and state == state_then:
             return made
     made = values_digest(weight)
     if memory is not None:
-        memory[id(weight)] = weight, state, made  # while it is here, no other has its id
+        memory[id(weight)] = weakref.ref(weight), state, made
     return made
 
 

@@ -54,6 +54,7 @@ from lapa2_interp.models.exact_softmax import make_softmax_exact
 from lapa2_interp.models.fingerprint import weights_read_once
 from lapa2_interp.models.liveness import assert_live
 from lapa2_interp.models.machine import check_attn, default_device, resolve_dtype
+from lapa2_interp.models.offloaded import device_of
 from lapa2_interp.models.planted import (
     PLANTED,
     answer_key,
@@ -278,7 +279,7 @@ def _sample_log_probs(model: Any, network: Any) -> Tensor:
     n = min(32, context_length(config))
     ids = torch.linspace(0, config.vocab_size - 1, n + 2)[1:-1].long()[None]
     with torch.no_grad():
-        output = model(ids.to(network.device))
+        output = model(ids.to(device_of(network)))
     return getattr(output, "logits", output)[0].cpu().float().log_softmax(-1)
 
 
@@ -600,7 +601,7 @@ def wrap_in_bridge(
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        model = _make_bridge(network, tokenizer, name, network.dtype, str(network.device))
+        model = _make_bridge(network, tokenizer, name, network.dtype, str(device_of(network)))
     model.eval()
     _follow_start(model)
     card = make_card(model, name, weights, type(network).__name__, network.generation_config)

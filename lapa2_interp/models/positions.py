@@ -29,6 +29,7 @@ from lapa2_interp.models.card import (
     rotary_limit,
     weights_dtype,
 )
+from lapa2_interp.models.offloaded import device_of
 
 LOG_PROB_TOLERANCE = {"float64": 1e-3, "float32": 1e-3, "bfloat16": 0.2, "float16": 0.05}
 """Largest mean difference of one model's log-probabilities, computed in another order."""
@@ -158,7 +159,7 @@ def _sample_ids(network: Any, n: int) -> Int[Tensor, "1 query"]:
     config = network.config.get_text_config()
     ids = torch.linspace(0, config.vocab_size - 1, n + 2)[1:-1].long()
     ids = torch.where(ids == (getattr(config, "pad_token_id", None) or 0), ids + 1, ids)
-    return ids.remainder(config.vocab_size)[None].to(network.device)
+    return ids.remainder(config.vocab_size)[None].to(device_of(network))
 
 
 @contextmanager

@@ -155,11 +155,13 @@ def _prepacking_works(dtype: torch.dtype) -> bool:
 
 def _linear_layers(network: Module) -> Iterator[Module]:
     """Each linear layer once, without layers and weights of derived classes, such as quantised
-    ones."""
+    ones, and without those whose weights accelerate places before a pass."""
     return (
         module
         for module in network.modules()
-        if type(module) in (Linear, Conv1D) and type(module.weight) in (Tensor, Parameter)
+        if type(module) in (Linear, Conv1D)
+        and type(module.weight) in (Tensor, Parameter)
+        and not hasattr(module, "_hf_hook")
     )
 
 

@@ -30,10 +30,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from functools import cache
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 HIDDEN = -1e6
@@ -75,14 +77,16 @@ def biased_attention(
     """
     scale = query.shape[3] ** -0.5 if scale is None else scale
     # A span's column is a power of two, which is exact in every dtype and keeps b in the range of
-    # float16. In half precision a second column holds what the first has rounded away.
+    # float16. In half precision two more columns hold what those before have rounded away: the
+    # three have the digits of float32, so that the outputs' b is that of `SpanScores.scores`.
     unit = 2.0 ** (4 - math.floor(math.log2(scale)))
-    b = (bias / (scale * unit)).expand(*query.shape[:3], -1)
-    high = b.to(query.dtype)
-    rounded = [(b - high).to(query.dtype)] if query.dtype.itemsize < 4 else []
+    b, columns = (bias / (scale * unit)).expand(*query.shape[:3], -1), []
+    for _ in range(1 if query.dtype.itemsize >= 4 else 3):
+        columns.append(b.to(query.dtype))
+        b = b - columns[-1]
     mark = (span.to(key.dtype) * unit)[:, None].expand(-1, key.shape[1], -1, -1)
-    q = torch.cat([query, high, *rounded], dim=3)
-    k = torch.cat([key, mark, *[mark for _ in rounded]], dim=3)
+    q = torch.cat([query, *columns], dim=3)
+    k = torch.cat([key, *[mark for _ in columns]], dim=3)
     # Kernels want one width of q, k and v, and are fast at multiples of 8.
     width = -(-max(q.shape[3], value.shape[3]) // 8) * 8
     q, k, v = (pad(x, (0, width - x.shape[3])) for x in (q, k, value))
@@ -112,11 +116,45 @@ def _kernel(
     if (kernel := LSE_KERNELS.get(q.device.type)) is not None:
         if q.shape[1] != k.shape[1] and not shares_keys(q.device.type):
             k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
-        return kernel(q, k, v, is_causal=causal, attn_mask=mask, scale=scale)
-    out = scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
-    )
-    return out, _log_sums(q, k, scale, mask, causal)
+        out, lse = kernel(q, k, v, is_causal=causal, attn_mask=mask, scale=scale)
+    else:
+        out = scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=causal, scale=scale,
+            enable_gqa=q.shape[1] != k.shape[1],
+        )  # fmt: skip
+        lse = _log_sums(q, k, scale, mask, causal)
+    return out, _LogSumGradient.apply(lse, q, k, scale, seen, causal)
+
+
+class _LogSumGradient(torch.autograd.Function):
+    """A kernel's log-sum-exp with its gradient, which kernels do not give.
+
+    Its gradient by a score is the attention on that key. So its gradient by the queries is the
+    output with the keys as values, and that by the keys is what these values get if the queries
+    are the gradient of that output.
+    """
+
+    @staticmethod
+    def forward(
+        lse: Tensor, q: Tensor, k: Tensor, scale: float, seen: Tensor | None, causal: bool
+    ) -> Tensor:
+        return lse.view_as(lse)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
+        _, q, k, *ctx.settings = inputs
+        ctx.save_for_backward(q, k)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Float[Tensor, "row head query"]) -> tuple:
+        (q, k), (scale, seen, causal) = ctx.saved_tensors, ctx.settings
+        by_score = gradient[..., None] * scale
+        with torch.enable_grad():
+            values = k.detach().requires_grad_()
+            out, _ = _kernel(q.detach(), k.detach(), values, scale, seen, causal)
+            (by_keys,) = torch.autograd.grad(out, values, (by_score * q).to(out.dtype))
+        return None, (by_score * out.detach()).to(q.dtype), by_keys, None, None, None
 
 
 @cache
@@ -281,8 +319,7 @@ class SpanScores:
             index = indices(keys)
             scores = self.query_blocks(start, index.shape[1])
             return torch.cat([self.scores(index, part).logsumexp(3) for part in scores], dim=2)
-        with torch.no_grad():
-            return self._attend(self.key, keys if outside else ~keys, start)[1]
+        return self._attend(self.key, keys if outside else ~keys, start)[1]
 
     def query_blocks(self, start: int, keys: int) -> Iterator[slice]:
         """The queries from `start` on, in blocks whose scores of `keys` keys fit into memory."""

@@ -33,8 +33,15 @@ from lapa2_interp.generation.loop import decode_batch
 from lapa2_interp.generation.plan import plan_batches
 from lapa2_interp.generation.resolve import cell_of
 from lapa2_interp.methods.base import Method
-from lapa2_interp.models.card import Model, check_not_quantised, model_card, weights_id
+from lapa2_interp.models.card import (
+    Model,
+    is_bridge,
+    model_card,
+    network_of,
+    weights_id,
+)
 from lapa2_interp.models.machine import processor_kind
+from lapa2_interp.models.readable_weights import check_weights_readable
 from lapa2_interp.scoring.registry import ScorerOptions, make_scorer
 from lapa2_interp.scoring.scorer import TextItem, run_scorer
 from lapa2_interp.tasks.task import CUSTOM, Attribute, Prompts, Task
@@ -72,7 +79,9 @@ class ModelContext:
         return decode_tokens(self.model.tokenizer, ids)
 
     def embedding(self) -> Float[Tensor, "vocab d_model"]:
-        check_not_quantised(self.model, "the embedding is read from")
+        network: Any = network_of(self.model)
+        embed = network.get_input_embeddings() if is_bridge(self.model) else network.embed
+        check_weights_readable(self.model, "the embedding is read from", embed)
         return self.model.W_E.detach().float()
 
     def drafts(self, method: Method, prompt: str, n: int, new_tokens: int, seed: int) -> list[str]:

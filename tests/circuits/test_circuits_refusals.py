@@ -4,6 +4,7 @@ from dataclasses import replace
 from functools import cache
 
 import pytest
+from accelerate import cpu_offload
 from conftest import load, soft_prefix
 from test_circuits import contrast_set, examples_of
 
@@ -30,6 +31,7 @@ from lapa2_interp.circuits.pro_aug import prompt_slope
 from lapa2_interp.circuits.selection import Selection, select
 from lapa2_interp.circuits.units import Unit, head_pairs
 from lapa2_interp.methods.registry import load_task
+from lapa2_interp.models.load import load_transformers, wrap_in_bridge
 from lapa2_interp.tasks.task import Task
 
 PROMPTS = [f"The {name}" for name in ("lake", "sea", "hut", "road", "hill", "town", "farm", "wood")]
@@ -41,6 +43,17 @@ def tiny(name="tiny-gpt2"):
 
 def plain():
     return load("tiny-gpt2", model_class="TransformersModel")
+
+
+def offloaded(**settings):
+    """A bridge whose weights accelerate brings for each pass."""
+    network, tokenizer, _ = load_transformers("tiny-llama")
+    return wrap_in_bridge(cpu_offload(network, "cpu", **settings), tokenizer, "mine", "w")
+
+
+def of_offloaded(study, **settings):
+    model = offloaded()
+    study(model, contrast_set(model, n=5), **settings)
 
 
 @cache
@@ -480,6 +493,21 @@ def louder():
 
 ONE = {"together": {"x": [(0, 1)]}}
 PATCHES = {
+    "weights that are offloaded": (
+        lambda: of_offloaded(patch, node="head_to_logits"),
+        "from the weights themselves, and those of .* are offloaded; load the whole model",
+        ModelError,
+    ),
+    "direct effects of weights that are offloaded": (
+        lambda: of_offloaded(head_logit_attribution),
+        "from the weights themselves, and those of .* are offloaded; load the whole model",
+        ModelError,
+    ),
+    "weights that are offloaded by block": (
+        lambda: offloaded(preload_module_classes=["LlamaDecoderLayer"]),
+        "does not find the weight model.layers.0.* offloaded under another name; offload the",
+        ModelError,
+    ),
     "patching three branches": (
         lambda: patched(contrast=three_branches()),
         "between two branches; found a, b, c; give examples of two",

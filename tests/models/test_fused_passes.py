@@ -8,7 +8,7 @@ from conftest import cell_of, load, soft_prefix
 from families import save_family
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import AutoConfig, AutoModelForCausalLM, StaticCache
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, StaticCache
 
 from lapa2_interp import Augmentation, Layout, augmented, load_model
 from lapa2_interp._util.errors import DeadHookError, ModelError
@@ -23,7 +23,9 @@ from lapa2_interp.methods import load_task
 from lapa2_interp.models.attention_interface import (
     AUTO_SCORES,
     FUSED,
+    AttentionHooks,
     decided_path,
+    hook_attention,
     path_of_pass,
     read_without_matrix,
 )
@@ -250,25 +252,64 @@ def test_a_trace_of_both_kinds_of_layers_is_that_of_the_matrix(model, kind):
         np.testing.assert_allclose(traces[1][name], traces[0][name], atol=1e-6, err_msg=name)
 
 
-def test_gradients(model):
-    """Of outputs by the kernel; of a law that reads the scores by the matrix."""
-    layout = layout_of(model)
+TARGET = Augmentation(alpha=0.5, law="target", tau=0.3, phase="after_span")
+"""A law that reads the scores."""
+
+
+@pytest.mark.parametrize("rule", [RULE, TARGET], ids=["log", "target"])
+def test_gradients(model, rule):
+    layout, gradients = layout_of(model), []
     embed = model.original_model.get_input_embeddings()
-    for rule, path in (
-        (RULE, FUSED),
-        (Augmentation(alpha=0.5, law="target", tau=0.3), "the gradient of a law that reads"),
-    ):
-        gradients = []
-        for attn in ("matrix", "fused"):
-            model.attn = attn
-            inputs = embed(ids_of(layout)).detach().requires_grad_()
-            with augmented(model, rule, layout) as paths:
-                logits = model.original_model(inputs_embeds=inputs).logits
-            logits[0, -1].square().sum().backward()
-            gradients.append(inputs.grad)
-        assert all(path in told_path for told_path in paths.values())
-        # Llama normalises in float32.
-        torch.testing.assert_close(*gradients, atol=1e-4, rtol=1e-4)
+    for attn in ("matrix", "fused"):
+        model.attn = attn
+        inputs = embed(ids_of(layout)).detach().requires_grad_()
+        with augmented(model, rule, layout) as paths:
+            logits = model.original_model(inputs_embeds=inputs).logits
+        logits[0, -1].square().sum().backward()
+        gradients.append(inputs.grad)
+    assert {*paths.values()} == {FUSED}
+    # Llama normalises in float32.
+    torch.testing.assert_close(*gradients, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("family", "rule"), [("Mistral", RULE), ("Mistral", TARGET), ("gpt-oss", RULE)]
+)
+def test_gradients_of_cached_keys_and_of_a_bias(family, rule, tmp_path):
+    """As prefix tuning takes them: all weights are frozen, so that the queries of the first layer
+    have no gradient. The bias is one number, on top of the augmentation's. Sinks are learned."""
+    model = load_model(save_family(family, tmp_path), "float64", model_class=PLAIN)
+    net, layout, gradients = model.original_model.requires_grad_(False), layout_of(model), []
+    sinks = [weight for name, weight in net.named_parameters() if name.endswith(".sinks")]
+    n = layout.prefix.stop
+    with torch.no_grad():
+        made = net(layout.tensor[:, :n], use_cache=True).past_key_values
+    for attn in ("matrix", "fused"):
+        model.attn, cache = attn, DynamicCache()
+        leaves = [x.clone() for layer in made.layers for x in (layer.keys, layer.values)]
+        b = torch.tensor(0.3, dtype=torch.float64)
+        leaves = [leaf.requires_grad_() for leaf in (*leaves, b, *sinks)]
+        for i in range(len(made.layers)):
+            cache.update(*leaves[2 * i : 2 * i + 2], i)
+        span = torch.ones(1, n, dtype=torch.bool)
+
+        def add(layer, scores, first, b=b):
+            return torch.cat([scores[..., :n] + b, scores[..., n:]], dim=3)
+
+        def add_to_spans(layer, scores, b=b, span=span):
+            scores.add(span, b.view(1, 1, 1))
+
+        more = AttentionHooks(edit_scores=add, edit_spans=add_to_spans)
+        with (
+            hook_attention(net, more, lambda _given: n),
+            augmented(model, rule, layout) as paths,
+        ):
+            logits = net(ids_of(layout)[:, n:], past_key_values=cache).logits
+        likelihood = logits[0, -30:].log_softmax(1).gather(1, TEXT.T).sum()
+        gradients.append(torch.autograd.grad(likelihood, leaves))
+    assert {*paths.values()} == {FUSED}
+    assert all(gradient.abs().max() > 1e-3 for gradient in gradients[0])
+    torch.testing.assert_close(*gradients, atol=1e-4, rtol=1e-4)
 
 
 def test_blocks_nest(model):

@@ -58,5 +58,24 @@ def test_logits_and_traces_are_those_of_the_matrix(name, rule, device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("queries", [30, 12])
+def test_gradients_are_those_of_finite_differences(device, queries):
+    """Of outputs and log-sum-exp, also behind a cache."""
+    torch.manual_seed(0)
+    shapes = [(2, 4, queries, 8), (2, 2, 30, 8), (2, 2, 30, 8), (2, 1, queries)]
+    leaves = [torch.randn(shape, dtype=torch.float64, device=device) for shape in shapes]
+    span = (torch.arange(30, device=device) < 5).expand(2, -1)
+
+    def read(query, key, value, bias):
+        scores = span_attention.SpanScores(query, key, value, 0.3)
+        scores.add(span, bias)
+        return scores.outputs(), scores.lse
+
+    for leaf in leaves:
+        inputs = [x.requires_grad_(x is leaf) for x in leaves]
+        assert torch.autograd.gradcheck(read, inputs, fast_mode=True)
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_only_a_cpu_decides_by_itself(device):
     assert (path_of_pass("auto", 4096, 4096, device) == FUSED) == (device == "cpu")

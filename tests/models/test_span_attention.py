@@ -192,6 +192,25 @@ def test_half_precision_loses_no_more_than_the_matrix(dtype, queries, size):
     assert errors["fused"][1] <= 1.1 * errors["matrix"][1]
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("queries", [KEYS, 12])
+def test_outputs_and_attention_have_one_bias(queries, dtype):
+    """Two spans under biases near 9,000, where float32 has steps of .001, divide the attention as
+    in float64: in the outputs, whose values are 1 in a span, and in what is read."""
+    drawn = Drawn(queries, 2, dtype=dtype)
+    first, second, _ = drawn.spans
+    first &= ~second
+    drawn.biases[:2] = [9000 + b for b in drawn.biases[:2]]
+    drawn.value = torch.stack([first, second], dim=2)[:, None].expand(-1, 2, -1, -1).to(dtype)
+    wanted = drawn.matrix()[2][drawn.live]  # shares of both spans
+    scores = drawn.fused()
+    assert (scores.outputs()[drawn.live] - wanted).abs().max() < 0.01
+    shares = [(scores.log_sum(span) - scores.lse).exp()[drawn.live] for span in (first, second)]
+    assert (torch.stack(shares, dim=1) - wanted).abs().max() < 0.01
+    assert max(share.max() for share in shares) < 1.004
+    assert ((wanted > 0.1) & (wanted < 0.9)).any(), "the spans compete"
+
+
 def test_log_odds_near_one_keep_their_digits():
     """A span that gets all attention but 1e-9: 1 - A would be rounding alone."""
     drawn = Drawn(KEYS, 2, dtype=torch.float32)
@@ -233,18 +252,50 @@ def test_a_kernel_whose_heads_share_no_keys_gets_them_for_each(monkeypatch):
     assert torch.allclose(same, lse, rtol=0, atol=1e-12)
 
 
-def test_outputs_have_the_gradient_of_the_matrix():
-    drawn = Drawn(KEYS, 2)
-    drawn.hidden = torch.zeros_like(drawn.hidden)  # the matrix of padding alone has no gradient
-    leaves = [drawn.query, drawn.key, drawn.value]
-    gradients = []
-    for compute in (lambda: drawn.fused().outputs(), lambda: drawn.matrix()[2]):
-        for leaf in leaves:
-            leaf.requires_grad_(True).grad = None
-        compute().square().sum().backward()
-        gradients.append([leaf.grad.clone() for leaf in leaves])
-    for ours, wanted in zip(*gradients, strict=True):
-        torch.testing.assert_close(ours, wanted, atol=1e-10, rtol=0)
+@pytest.mark.parametrize("few", [2, 64])
+@pytest.mark.parametrize(("queries", "kv_heads", "window", "sink"), SHAPES)
+def test_gradients_are_those_of_finite_differences(
+    monkeypatch, queries, kv_heads, window, sink, few
+):
+    """Of outputs and of sums, where one alone of queries, keys, values, bias and sinks wants a
+    gradient."""
+    monkeypatch.setattr(span_attention, "FEW", few)
+    for name in ("query", "key", "value", "bias", *["sinks"] * sink):
+        drawn = Drawn(queries, kv_heads, window, sink)
+
+        def read(leaf, drawn=drawn, name=name):
+            if name == "bias":
+                drawn.biases[0] = leaf
+            else:
+                setattr(drawn, name, leaf)
+            scores = drawn.fused()
+            outputs, live = scores.outputs(), drawn.live
+            sums = (scores.log_sum(drawn.spans[0], outside) for outside in (False, True))
+            seen = [some[live & (some.detach() > -1e5)] for some in sums]
+            return outputs[live], scores.lse[live], *seen
+
+        leaf = drawn.biases[0] if name == "bias" else getattr(drawn, name)
+        assert torch.autograd.gradcheck(read, leaf.requires_grad_(), fast_mode=True), name
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_gradients_in_half_precision(dtype):
+    """Of a pass behind a cache, beside those of the same numbers in float64."""
+    made = []
+    for precision in (torch.float64, dtype):
+        drawn = Drawn(12, 2, dtype=dtype, size=1.0)
+        wide = torch.promote_types(precision, torch.float32)
+        drawn.query, drawn.key, drawn.value, drawn.biases[0] = leaves = [
+            leaf.to(kind).requires_grad_()
+            for leaf, kind in (
+                (drawn.query, precision), (drawn.key, precision), (drawn.value, precision),
+                (drawn.biases[0], wide),
+            )
+        ]  # fmt: skip
+        drawn.fused().outputs()[drawn.live].double().square().sum().backward()
+        made.append([leaf.grad.double() for leaf in leaves])
+    for wanted, ours in zip(*made, strict=True):
+        assert (ours - wanted).abs().max() < 0.02 * wanted.abs().max()
 
 
 def test_memory_is_linear_in_keys():
