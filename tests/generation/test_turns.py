@@ -1,5 +1,6 @@
 """Chats of several turns: read again as text, or kept in the cache."""
 
+import itertools
 import json
 from dataclasses import replace
 
@@ -7,6 +8,8 @@ import numpy as np
 import pytest
 import torch
 from conftest import load
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from lapa2_interp import Augmentation, augmented, generate, load_run
 from lapa2_interp._util.errors import LayoutError
@@ -14,6 +17,7 @@ from lapa2_interp.attention.trace import SUMS
 from lapa2_interp.bias.layout import Layout
 from lapa2_interp.circuits.hidden_span import forced_logits
 from lapa2_interp.cli.app import main
+from lapa2_interp.generation import loop
 from lapa2_interp.generation import turns as turns_module
 from lapa2_interp.generation.resolve import cell_of
 from lapa2_interp.methods.chat import chat_task
@@ -345,3 +349,143 @@ def test_guidance_one_is_the_chat(chatting):
     plain, _ = answers(chatting)
     same, _ = answers(chatting, parameters={"guidance": 1.0})
     assert plain.equals(same)
+
+
+PLAIN = (
+    "{% for m in messages %}{{ m['role'] }}:{% if m['role'] != 'assistant' %} {% endif %}"
+    "{{ m['content'] }}\n{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
+)
+"""A template in plain words: no mark stands between an answer and what follows it."""
+CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Rain?"}]
+BYTES = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+PREPEND = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+UNSPACED = decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1)])
+KINDS = {
+    "bytes": ("Ġ", "Ċ", None, BYTES, decoders.ByteLevel()),
+    "prefix space": ("Ġ", "Ċ", None, pre_tokenizers.ByteLevel(), decoders.ByteLevel()),
+    "metaspace": ("▁", "\n", None, pre_tokenizers.Metaspace(), decoders.Metaspace()),
+    "prepended": ("▁", "\n", PREPEND, None, UNSPACED),
+}
+"""Tokenizers: how they write a space and a new line, and their normalizer, cutter and decoder."""
+
+
+SHARED = ((".", "{n}"), ("?", "{n}"), (":", "{n}"))
+"""Merges by which the last sign of an answer, or of its opening, and a new line are one token."""
+
+
+def tokenizer_of(kind, *merges):
+    """A tokenizer of letters with a few merges, in which {n} stands for a new line."""
+    space, line, normalizer, cutter, decoder = KINDS[kind]
+    merges = [("u", "s"), ("us", "er"), ("e", "r"), (space, "user"), (space, "It"), ("I", "t")] + [
+        (one.replace("{n}", line), two.replace("{n}", line)) for one, two in merges
+    ]
+    merges.sort(key=lambda pair: len("".join(pair)))
+    words = ["<s>", "</s>", *map(chr, range(33, 127)), space, line, *map("".join, merges)]
+    made = Tokenizer(models.BPE({word: i for i, word in enumerate(words)}, merges))
+    if normalizer is not None:
+        made.normalizer = normalizer
+    if cutter is not None:
+        made.pre_tokenizer = cutter
+    made.decoder = decoder
+    made.add_special_tokens(["<s>", "</s>"])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=made, bos_token="<s>", eos_token="</s>", chat_template=PLAIN
+    )
+
+
+def kept_chat(monkeypatch, tokenizer, answer, later, **settings):
+    """Kept turns of a chat in which these tokens are drawn as every answer; and, by turn, the
+    logits of its first token."""
+    model = load("tiny-llama", "float64", "TransformersModel")
+    monkeypatch.setattr(model, "tokenizer", tokenizer)
+    drawn = itertools.cycle(answer)
+    monkeypatch.setattr(loop, "draw", lambda *_, **__: torch.tensor([next(drawn)]))
+    logits, read = [], turns_module.KeptRows.prompt_pass
+
+    def prompt_pass(self, *arguments):
+        logits.append(read(self, *arguments)[0, -1])
+        return logits[-1][None, None]
+
+    monkeypatch.setattr(turns_module.KeptRows, "prompt_pass", prompt_pass)
+    task = chat_task(CHAT, later=later)
+    settings = {"parameters": KEPT, "length": len(answer), "eos": "stop"} | settings
+    texts, trace = answers(model, task, **settings)
+    assert [list(tokens) for tokens in texts["tokens"]] == [answer] * len(texts)
+    return model, texts, trace, logits
+
+
+def ids_of(tokenizer, text):
+    return tokenizer(text, add_special_tokens=False).input_ids
+
+
+def drawn_ids(tokenizer, text):
+    """The tokens of an answer behind the opening of its turn."""
+    opened = tokenizer.apply_chat_template(CHAT, tokenize=False, add_generation_prompt=True)
+    ids, whole = ids_of(tokenizer, opened), ids_of(tokenizer, opened + text)
+    assert whole[: len(ids)] == ids
+    return whole[len(ids) :]
+
+
+@pytest.mark.parametrize(
+    ("text", "ends", "merges"),
+    [(" It rains.", False, ()), ("user?", True, SHARED), ("", True, SHARED)],
+    ids=["cut", "ended", "empty"],
+)
+@pytest.mark.parametrize("kind", KINDS)
+def test_kept_turns_are_the_whole_chat_as_transformers_reads_it(
+    kind, text, ends, merges, monkeypatch
+):
+    """Its ids, its number of keys, and the logits of one pass without a cache. Where the last sign
+    of an answer and the new line behind it are one token, so it is in the cache."""
+    tokenizer = tokenizer_of(kind, *merges)
+    later = ["It snows?", "user user"]
+    answer = drawn_ids(tokenizer, text) + [tokenizer.eos_token_id] * ends
+    model, texts, trace, logits = kept_chat(monkeypatch, tokenizer, answer, later)
+    messages = list(CHAT)
+    for turn, message in enumerate([*later, ""]):
+        whole = tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, return_dict=False
+        )
+        assert list(texts["context"][turn]) == whole
+        assert trace["l_kv"][0, turn, 0] == len(whole)
+        with torch.no_grad():
+            expected = model.original_model(torch.tensor([whole]), use_cache=False).logits[0, -1]
+        # The networks of transformers normalise in float32.
+        torch.testing.assert_close(logits[turn], expected, atol=1e-4, rtol=0)
+        assert texts["continuation"][turn] == text
+        messages += [{"role": "assistant", "content": text}, {"role": "user", "content": message}]
+
+
+def test_tokens_that_were_drawn_stay_in_the_cache_though_a_tokenizer_cuts_their_text_otherwise(
+    monkeypatch,
+):
+    tokenizer = tokenizer_of("metaspace")
+    letters = tokenizer.convert_tokens_to_ids(list("users"))
+    _, texts, _, _ = kept_chat(monkeypatch, tokenizer, letters, ["Snow?"])
+    behind = ids_of(tokenizer, "a\nuser: Snow?\nassistant:")[2:]
+    assert list(texts["context"][1]) == [*texts["context"][0], *letters, *behind]
+
+
+def test_a_chat_whose_cache_is_not_the_chat_of_its_template_is_refused(monkeypatch):
+    """The token "s." would have to be cut, since the whole chat has ".\\n"."""
+    tokenizer = tokenizer_of("bytes", *SHARED, ("s", "."))
+    drawn = tokenizer.convert_tokens_to_ids(["I", "t", "s."])
+    with pytest.raises(LayoutError, match=r"'\.\\n' has the end of the answer 'Its.' .* keep_turns"):
+        kept_chat(monkeypatch, tokenizer, drawn, ["Snow?"])
+
+
+@pytest.mark.parametrize(
+    ("change", "is_refused"), [(".split('>')[-1]", True), (" | trim", False)]
+)
+def test_a_template_may_trim_an_answer_but_change_no_word_of_it(change, is_refused, monkeypatch):
+    tokenizer = tokenizer_of("bytes")
+    tokenizer.chat_template = PLAIN.replace("m['content']", f"(m['content']{change})")
+    answer = ids_of(tokenizer, " a>b ")
+    if is_refused:
+        with pytest.raises(LayoutError, match="writes the answer ' a>b ' otherwise .* keep_turns"):
+            kept_chat(monkeypatch, tokenizer, answer, ["Snow?"])
+        return
+    _, texts, _, _ = kept_chat(monkeypatch, tokenizer, answer, ["Snow?"])
+    assert tokenizer.decode(texts["context"][1]) == (
+        "system: Be brief.\nuser: Rain?\nassistant: a>b \nuser: Snow?\nassistant:"
+    )
