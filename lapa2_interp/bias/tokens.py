@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 REPLACEMENT_CHARACTER = "\N{REPLACEMENT CHARACTER}"
+BEFORE = "a"
+"""A text in front of tokens, whose leading space is then decoded, too."""
 
 
 def require_tokenizer(owner: Any) -> Any:
@@ -110,24 +112,23 @@ def tokens_from(
 
 
 def decode_continuation(
-    tokenizer: PreTrainedTokenizerBase,
-    prompt: str,
-    tokens: Sequence[int],
-    without_marks: bool = False,
+    tokenizer: PreTrainedTokenizerBase, prompt: str, tokens: Sequence[int]
 ) -> str:
     """The text of generated tokens after a prompt.
 
     The tokens are decoded together with the prompt: some tokenizers drop the leading space of
     tokens that are decoded alone.
-
-    Args:
-        without_marks: Leave special tokens out, as in the turns of a chat.
     """
-    if without_marks:
-        marks = set(tokenizer.all_special_ids)
-        tokens = [token for token in tokens if token not in marks]
     before = tokenizer(prompt, add_special_tokens=False)["input_ids"]
     return decode_tokens(tokenizer, [*before, *tokens])[len(decode_tokens(tokenizer, before)) :]
+
+
+def decode_answer(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int]) -> str:
+    """The text of an answer of a chat, without special tokens. It continues no text, so it does not
+    depend on the user's."""
+    marks = set(tokenizer.all_special_ids)
+    said = [token for token in tokens if token not in marks]
+    return decode_continuation(tokenizer, BEFORE, said)
 
 
 def token_texts(

@@ -35,6 +35,7 @@ from lapa2_interp._util.errors import (
 from lapa2_interp._util.parsing import parse_toml, read_text
 from lapa2_interp._util.paths import in_one_line, is_path, with_home
 from lapa2_interp._util.values import Count
+from lapa2_interp.bias.chat_template import span_text
 from lapa2_interp.tasks.segmentation import words
 
 EXAMPLE = """length_counts_prompt = true        # "length" tokens include the prompt's, and the saved text begins with it
@@ -307,12 +308,24 @@ class Task(BaseModel):
         return self.model_copy(update={"attributes": attributes})
 
     def words(self, attribute: str) -> tuple[str, ...]:
-        """The words of an attribute's hard prefix, and its name, each once, in small letters.
+        """The words of an attribute's hard prefix, and its name, each once, in small letters. In a
+        chat without {prefix} its span is the prefix.
 
         Raises:
-            TaskError: The task does not have it.
+            TaskError: The task does not have the attribute, or the span is another text for each
+                prompt.
+            LayoutError: The chat does not have the span.
         """
-        return tuple(dict.fromkeys(words(f"{self.prefix(attribute)} {attribute}")))
+        prefix = self.prefix(attribute)
+        if self.chat is not None and not self.chat.has("prefix"):
+            prefix = span_text(self.chat.messages, self.chat.span)
+            if _slot(["prompt"]).search(prefix):
+                raise TaskError(
+                    f"the span {prefix[:40]!r} of the chat of task {self.name!r} is another text for"
+                    " each prompt, so the task has no words of it; write {prefix} there, and the"
+                    " text as an attribute's prefix"
+                )
+        return tuple(dict.fromkeys(words(f"{prefix} {attribute}")))
 
     def others(self, attribute: str) -> list[str]:
         """The attributes that compete with this one.
