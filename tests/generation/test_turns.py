@@ -2,9 +2,11 @@
 
 import itertools
 import json
+import re
 from dataclasses import replace
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from conftest import load
@@ -12,17 +14,19 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from lapa2_interp import Augmentation, augmented, generate, load_run
-from lapa2_interp._util.errors import LayoutError
+from lapa2_interp._util.errors import LayoutError, ScoringError
 from lapa2_interp.attention.trace import SUMS
 from lapa2_interp.bias.layout import Layout
+from lapa2_interp.bias.tokens import decode_answer
 from lapa2_interp.circuits.hidden_span import forced_logits
 from lapa2_interp.cli.app import main
 from lapa2_interp.generation import loop
 from lapa2_interp.generation import turns as turns_module
 from lapa2_interp.generation.resolve import cell_of
-from lapa2_interp.methods.chat import chat_task
+from lapa2_interp.methods.chat import Chat, chat_task
 from lapa2_interp.methods.registry import HIDDEN, load_task
 from lapa2_interp.models.card import model_card
+from lapa2_interp.report.run_texts import texts_to_show
 from lapa2_interp.report.viewer import view
 from lapa2_interp.runs import worker
 from lapa2_interp.runs.engines import InProcess
@@ -232,7 +236,23 @@ def test_pages_and_sheets_take_a_chat_of_several_turns(chatting, tmp_path):
     shown = view(run, prompt=SCRIPTS[1], model=chatting)
     first = run.texts().query("prompt == @SCRIPTS[1] and turn == 1")
     assert [arm.tokens for arm in shown.text.arms] == [*map(tuple, first["tokens"])]
-    assert len(make_sheets(run.texts(), tmp_path / "sheets", n_texts=6)) == 6
+    # Keys before the span are keys of the page, too.
+    parts, text = shown.data["parts"], "[system]Be brief.[user]Where is it?[assistant]"
+    before, span = len("[system]"), len("Be brief.")
+    assert parts == ["bos"] + ["prompt"] * (before - 1) + ["prefix"] * span + ["prompt"] * (
+        len(text) - before - span
+    )
+    assert "".join(shown.data["arms"][0]["keys"][: len(parts)]) == text
+    # Raters and readers see the message that was answered.
+    key = make_sheets(run.texts(), tmp_path / "sheets", n_texts=6)
+    assert len(key) == 6
+    sheet = pd.read_csv(tmp_path / "sheets" / "sheet.csv", encoding="utf-8-sig")
+    assert sheet["prompt"].tolist() == [
+        script.splitlines()[turn - 1]
+        for script, turn in zip(key["prompt"], key["turn"], strict=True)
+    ]
+    of_arms = texts_to_show(run, 10**6)[1]["groups"][0]["arms"]
+    assert [text["asked"] for text in of_arms[0]["texts"]] == ["Why?\n", "Where is it?\n", "Who?\n"]
     table = run.steps()
     assert table.groupby(["arm", "turn"]).ngroups == 6
     assert run.attention(arm="baseline").n_untraced == 0
@@ -297,10 +317,41 @@ def test_a_sweep_that_is_killed_between_turns_gives_the_same_bytes(chatting, tmp
     assert undisturbed == stopped
     run = load_run(tmp_path / "whole")
     assert [*run.cells["variant"].str.contains("keep_turns=True")] == [False, True]
-    # Tables have the turn.
-    scored = score(tmp_path / "whole", scorers=["repetition"])
+    # Tables have the turn. A later answer cut short is not that of a shorter chat.
+    scored = score(tmp_path / "whole", scorers=["repetition"], lengths=[4])
     assert sorted(scored.table["turn"].unique()) == [1, 2]
+    with pytest.raises(ScoringError, match="cut to 2 it is not .* generate the chats with length=2"):
+        score(tmp_path / "whole", scorers=["repetition"], lengths=[2])
     assert sorted(run.steps()["turn"].unique()) == [1, 2]
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_no_answer_of_any_turn_says_a_banned_word(chatting, tmp_path, monkeypatch, kept):
+    """Each answer begins a word, whatever the user's last one is; and a special token, which the
+    text leaves out, does not divide one."""
+    task, mark = tmp_path / "calm.toml", chatting.tokenizer.bos_token_id
+    task.write_text(TASK.replace("rain?", "rain").replace("snow?", "snow"))
+    wanted = itertools.cycle(chatting.tokenizer("Be calmm.", add_special_tokens=False).input_ids)
+
+    def combine(self, log_probs, state):
+        """The letter that is wanted in this step; the mark where it is banned."""
+        weights = torch.full_like(log_probs["chat"], -50.0)
+        weights[:, [mark, next(wanted)]] = torch.tensor([0.0, 50.0], dtype=weights.dtype)
+        return weights
+
+    monkeypatch.setattr(Chat, "combine", combine)
+    said = {
+        ban: generate(
+            chatting, method="chat", task=task, parameters={"keep_turns": kept}, alpha=0, length=9,
+            prompts=1, top_k=1, eos="keep", trace="none", ban_words=ban,
+        ).texts()["continuation"].tolist()
+        for ban in ("none", "own")
+    }  # fmt: skip
+    word = re.compile(r"\b(be|calm)\b", re.IGNORECASE)
+    assert said["none"] == ["Be calmm."] * 2
+    assert word.search("Be calmm.")
+    assert said["own"] == ["B cal."] * 2
+    assert not word.search("B cal.")
 
 
 def test_turns_on_the_command_line(chatting, tmp_path, capsys, monkeypatch):
@@ -489,3 +540,11 @@ def test_a_template_may_trim_an_answer_but_change_no_word_of_it(change, is_refus
     assert tokenizer.decode(texts["context"][1]) == (
         "system: Be brief.\nuser: Rain?\nassistant: a>b \nuser: Snow?\nassistant:"
     )
+
+
+def test_the_text_of_an_answer_has_its_leading_space_and_no_marks():
+    for kind in KINDS:
+        tokenizer = tokenizer_of(kind)
+        ids = drawn_ids(tokenizer, " It rains.")
+        marked = [ids[0], tokenizer.bos_token_id, *ids[1:], tokenizer.eos_token_id]
+        assert decode_answer(tokenizer, marked) == " It rains."
