@@ -93,9 +93,7 @@ def token_places(offsets: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
     ]
 
 
-def tokens_from(
-    tokenizer: PreTrainedTokenizerBase, text: str, start: int
-) -> tuple[list[int], str]:
+def tokens_from(tokenizer: PreTrainedTokenizerBase, text: str, start: int) -> tuple[list[int], str]:
     """The tokens of a text from one of its letters on, as they are in the whole text: a tokenizer
     may cut the rest of a text otherwise where it stands alone.
 

@@ -191,9 +191,12 @@ def chat_layout(
     tokenizer: PreTrainedTokenizerBase, chat: ChatForm, answers: Sequence[str] = ()
 ) -> Layout:
     """The layout of a chat up to its next answer, after `answers`."""
-    messages, n_searched = chat.messages_after(answers), len(chat.messages)
     return Layout.of_chat(
-        tokenizer, messages, span=chat.span, template=chat.template, n_searched=n_searched
+        tokenizer,
+        chat.messages_after(answers),
+        span=chat.span,
+        template=chat.template,
+        n_searched=len(chat.searched),
     )
 
 

@@ -118,15 +118,24 @@ class ChatForm(BaseModel):
     """Arguments of the chat template."""
     later: tuple[Annotated[str, Field(min_length=1)], ...] = ()
     """The user's later messages, one after each answer; left out of JSON where there are none."""
+    n_searched: Count | None = None
+    """The number of first messages that have the span, as in `Layout.of_chat`; left out of JSON
+    where it is all."""
 
     @model_serializer(mode="wrap")
-    def _without_absent_turns(
+    def _without_absent_fields(
         self, serialize: Callable[[ChatForm], dict[str, Any]]
     ) -> dict[str, Any]:
         fields = serialize(self)
-        if not self.later:
-            fields.pop("later", None)
+        for name in ("later", "n_searched"):
+            if not getattr(self, name):
+                fields.pop(name, None)
         return fields
+
+    @property
+    def searched(self) -> tuple[dict[str, JsonValue], ...]:
+        """The messages that have the span; later ones may repeat it."""
+        return self.messages[: self.n_searched]
 
     @property
     def n_turns(self) -> int:
@@ -318,11 +327,11 @@ class Task(BaseModel):
         """
         prefix = self.prefix(attribute)
         if self.chat is not None and not self.chat.has("prefix"):
-            prefix = span_text(self.chat.messages, self.chat.span)
+            prefix = span_text(self.chat.searched, self.chat.span)
             if _slot(["prompt"]).search(prefix):
                 raise TaskError(
-                    f"the span {prefix[:40]!r} of the chat of task {self.name!r} is another text for"
-                    " each prompt, so the task has no words of it; write {prefix} there, and the"
+                    f"the span {prefix[:40]!r} of the chat of task {self.name!r} is another text"
+                    " for each prompt, so the task has no words of it; write {prefix} there, and the"
                     " text as an attribute's prefix"
                 )
         return tuple(dict.fromkeys(words(f"{prefix} {attribute}")))

@@ -58,7 +58,10 @@ def test_barred_are_all_words_of_the_hard_prefix_and_the_name(task, attribute, w
 
 
 def test_barred_in_a_chat_are_the_words_of_its_span():
-    messages = [{"role": "system", "content": "Be brief, sailor."}, {"role": "user", "content": "Go"}]
+    messages = [
+        {"role": "system", "content": "Be brief, sailor."},
+        {"role": "user", "content": "Go"},
+    ]
     of_span = {
         span: chat_task(messages, span).words("custom") for span in ("system", "phrase:Be brief")
     }

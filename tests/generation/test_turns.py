@@ -320,7 +320,9 @@ def test_a_sweep_that_is_killed_between_turns_gives_the_same_bytes(chatting, tmp
     # Tables have the turn. A later answer cut short is not that of a shorter chat.
     scored = score(tmp_path / "whole", scorers=["repetition"], lengths=[4])
     assert sorted(scored.table["turn"].unique()) == [1, 2]
-    with pytest.raises(ScoringError, match="cut to 2 it is not .* generate the chats with length=2"):
+    with pytest.raises(
+        ScoringError, match="cut to 2 it is not .* generate the chats with length=2"
+    ):
         score(tmp_path / "whole", scorers=["repetition"], lengths=[2])
     assert sorted(run.steps()["turn"].unique()) == [1, 2]
 
@@ -521,13 +523,13 @@ def test_a_chat_whose_cache_is_not_the_chat_of_its_template_is_refused(monkeypat
     """The token "s." would have to be cut, since the whole chat has ".\\n"."""
     tokenizer = tokenizer_of("bytes", *SHARED, ("s", "."))
     drawn = tokenizer.convert_tokens_to_ids(["I", "t", "s."])
-    with pytest.raises(LayoutError, match=r"'\.\\n' has the end of the answer 'Its.' .* keep_turns"):
+    with pytest.raises(
+        LayoutError, match=r"'\.\\n' has the end of the answer 'Its.' .* keep_turns"
+    ):
         kept_chat(monkeypatch, tokenizer, drawn, ["Snow?"])
 
 
-@pytest.mark.parametrize(
-    ("change", "is_refused"), [(".split('>')[-1]", True), (" | trim", False)]
-)
+@pytest.mark.parametrize(("change", "is_refused"), [(".split('>')[-1]", True), (" | trim", False)])
 def test_a_template_may_trim_an_answer_but_change_no_word_of_it(change, is_refused, monkeypatch):
     tokenizer = tokenizer_of("bytes")
     tokenizer.chat_template = PLAIN.replace("m['content']", f"(m['content']{change})")

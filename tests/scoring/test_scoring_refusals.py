@@ -96,6 +96,8 @@ def by_file(name, content=None):
 
 
 USUAL = ("accuracy", "perplexity")
+
+
 class Joining(Scorer):
     name, version, columns, joins_prompt = "joining", "1", ("joining",), True
 
