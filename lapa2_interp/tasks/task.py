@@ -331,8 +331,8 @@ class Task(BaseModel):
             if _slot(["prompt"]).search(prefix):
                 raise TaskError(
                     f"the span {prefix[:40]!r} of the chat of task {self.name!r} is another text"
-                    " for each prompt, so the task has no words of it; write {prefix} there, and the"
-                    " text as an attribute's prefix"
+                    " for each prompt, so the task has no words of it; write {prefix} there, and"
+                    " the text as an attribute's prefix"
                 )
         return tuple(dict.fromkeys(words(f"{prefix} {attribute}")))
 
