@@ -129,9 +129,9 @@ def _check_fits(model: Model, plan: BatchPlan, turn: int, layouts: Sequence[Layo
     longest = max(map(len, layouts))
     if longest + plan.cell.length > model.cfg.n_ctx:
         raise LayoutError(
-            f"turn {turn + 1} begins after {longest} tokens, since answers may have more tokens"
-            f" when their texts are read again, and with {plan.cell.length} new ones exceeds the"
-            f" context of {model.cfg.n_ctx}; give a shorter {parameter('length')}"
+            f"turn {turn + 1} begins after {longest} tokens, and with {plan.cell.length} new ones"
+            f" exceeds the context of {model.cfg.n_ctx}, since the texts of answers may have more"
+            f" tokens in the chat than were drawn; give a shorter {parameter('length')}"
         )
 
 
