@@ -200,11 +200,6 @@ def _check_arguments(tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str,
             )
 
 
-def span_text(messages: Sequence[Message], span: str) -> str:
-    """The text of a span of `Layout.of_chat`, which says when it raises LayoutError."""
-    return _find_span(messages, span)[1]
-
-
 def _find_span(chat: Sequence[Message], span: str) -> tuple[MessageText, str]:
     """The message text that contains a span of `Layout.of_chat`, and the span's own text."""
     # The texts of the chat: contents, reasonings, and the messages that are turns.

@@ -76,10 +76,10 @@ def decode_turns(
     chats = [form.filled(prompt=plan.prompts[prompt]) for prompt, _ in pairs]
     layouts = [plan.arrangement.layouts[0][prompt] for prompt, _ in pairs]
     batch = plan.assemble_batch(pairs)
-    rows, kept = None, []
+    rows, kept_chats = None, []
     if plan.cell.keeps_turns:
         rows = KeptRows(model, plan.arrangement.augmentations)
-        kept = [KeptChat(chat, pieces_of_chat(model.tokenizer, chat)) for chat in chats]
+        kept_chats = [KeptChat(chat, pieces_of_chat(model.tokenizer, chat)) for chat in chats]
     tables: list[pd.DataFrame] = []
     traces = []
     for turn in range(plan.cell.n_turns):
@@ -88,7 +88,7 @@ def decode_turns(
                 layouts = _read_again(model, chats, tables)
                 _check_fits(model, plan, turn, layouts)
             else:
-                turns = _next_turns(model, kept, layouts, tables[-1])
+                turns = _next_turns(model, kept_chats, layouts, tables[-1])
                 _check_fits(model, plan, turn, [next_turn.layout for next_turn in turns])
                 layouts = rows.go_on(turns)
             batch = plan.assemble_turn(pairs, layouts)
@@ -181,12 +181,12 @@ class KeptChat:
         check_text_of_answers(tokenizer, messages, self.form.template, text)
         ids, shared = tokens_from(tokenizer, text, len(before))
         # The answer's tokens that have the shared letters, and no others.
-        whole = "".join(answered.tokens)
+        cached_text = "".join(answered.tokens)
         n_kept = next(
             (
                 n
                 for n in range(len(answered.ids), len(answered.ids) - answered.l_pro, -1)
-                if decode_tokens(tokenizer, answered.ids[:n]) + shared == whole
+                if decode_tokens(tokenizer, answered.ids[:n]) + shared == cached_text
             ),
             None,
         )

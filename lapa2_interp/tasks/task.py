@@ -35,7 +35,6 @@ from lapa2_interp._util.errors import (
 from lapa2_interp._util.parsing import parse_toml, read_text
 from lapa2_interp._util.paths import in_one_line, is_path, with_home
 from lapa2_interp._util.values import Count
-from lapa2_interp.bias.chat_template import span_text
 from lapa2_interp.tasks.segmentation import words
 
 EXAMPLE = """length_counts_prompt = true        # "length" tokens include the prompt's, and the saved text begins with it
@@ -317,23 +316,23 @@ class Task(BaseModel):
         return self.model_copy(update={"attributes": attributes})
 
     def words(self, attribute: str) -> tuple[str, ...]:
-        """The words of an attribute's hard prefix, and its name, each once, in small letters. In a
-        chat without {prefix} its span is the prefix.
+        """The words of an attribute's hard prefix, and its name, each once, in small letters. Where
+        the prefix is the span of a chat, as of `methods.chat.chat_task`, they are those of its
+        phrase.
 
         Raises:
-            TaskError: The task does not have the attribute, or the span is another text for each
-                prompt.
-            LayoutError: The chat does not have the span.
+            TaskError: The task does not have the attribute, or the prefix is the name of a span.
         """
         prefix = self.prefix(attribute)
-        if self.chat is not None and not self.chat.has("prefix"):
-            prefix = span_text(self.chat.searched, self.chat.span)
-            if _slot(["prompt"]).search(prefix):
+        if self.chat is not None and prefix == self.chat.span:
+            kind, _, phrase = prefix.partition(":")
+            if kind != "phrase" or _slot(["prompt"]).search(phrase):
                 raise TaskError(
-                    f"the span {prefix[:40]!r} of the chat of task {self.name!r} is another text"
-                    " for each prompt, so the task has no words of it; write {prefix} there, and"
-                    " the text as an attribute's prefix"
+                    f"the prefix {prefix[:40]!r} of task {self.name!r} names a span of its chat and"
+                    " has no words of its own; give the text: as phrase:TEXT, or as an attribute's"
+                    " prefix for which the chat has {prefix}"
                 )
+            prefix = phrase
         return tuple(dict.fromkeys(words(f"{prefix} {attribute}")))
 
     def others(self, attribute: str) -> list[str]:

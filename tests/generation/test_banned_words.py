@@ -57,18 +57,12 @@ def test_barred_are_all_words_of_the_hard_prefix_and_the_name(task, attribute, w
     assert set(every) == {word for name in cell.task.attributes for word in cell.task.words(name)}
 
 
-def test_barred_in_a_chat_are_the_words_of_its_span():
+def test_barred_in_a_chat_are_the_words_of_its_phrase_or_prefix():
     messages = [
         {"role": "system", "content": "Be brief, sailor."},
         {"role": "user", "content": "Go"},
     ]
-    of_span = {
-        span: chat_task(messages, span).words("custom") for span in ("system", "phrase:Be brief")
-    }
-    assert of_span == {
-        "system": ("be", "brief", "sailor", "custom"),
-        "phrase:Be brief": ("be", "brief", "custom"),
-    }
+    assert chat_task(messages, "phrase:Be brief").words("custom") == ("be", "brief", "custom")
     with_prefix = chat_task(messages).model_copy(
         update={
             "attributes": {"calm": Attribute(prefix="Be calm.")},

@@ -474,9 +474,9 @@ def ids_of(tokenizer, text):
 def drawn_ids(tokenizer, text):
     """The tokens of an answer behind the opening of its turn."""
     opened = tokenizer.apply_chat_template(CHAT, tokenize=False, add_generation_prompt=True)
-    ids, whole = ids_of(tokenizer, opened), ids_of(tokenizer, opened + text)
-    assert whole[: len(ids)] == ids
-    return whole[len(ids) :]
+    ids, of_chat = ids_of(tokenizer, opened), ids_of(tokenizer, opened + text)
+    assert of_chat[: len(ids)] == ids
+    return of_chat[len(ids) :]
 
 
 @pytest.mark.parametrize(
@@ -496,13 +496,13 @@ def test_kept_turns_are_the_whole_chat_as_transformers_reads_it(
     model, texts, trace, logits = kept_chat(monkeypatch, tokenizer, answer, later)
     messages = list(CHAT)
     for turn, message in enumerate([*later, ""]):
-        whole = tokenizer.apply_chat_template(
+        of_chat = tokenizer.apply_chat_template(
             messages, add_generation_prompt=True, return_dict=False
         )
-        assert list(texts["context"][turn]) == whole
-        assert trace["l_kv"][0, turn, 0] == len(whole)
+        assert list(texts["context"][turn]) == of_chat
+        assert trace["l_kv"][0, turn, 0] == len(of_chat)
         with torch.no_grad():
-            expected = model.original_model(torch.tensor([whole]), use_cache=False).logits[0, -1]
+            expected = model.original_model(torch.tensor([of_chat]), use_cache=False).logits[0, -1]
         # The networks of transformers normalise in float32.
         torch.testing.assert_close(logits[turn], expected, atol=1e-4, rtol=0)
         assert texts["continuation"][turn] == text

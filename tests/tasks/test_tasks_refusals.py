@@ -129,10 +129,13 @@ def barred(word):
 
 
 CALLS = {
-    "words of a span that is another text for each prompt": (
-        lambda: chat_task([{"role": "system", "content": "{prompt}"}], prompts=["Hi."]).words("custom"),
-        "the span '{prompt}' of the chat of task 'custom' is another text for each prompt",
-    ),
+    **{
+        f"words of the span {span}": (
+            lambda span=span: chat_task([{"role": "system", "content": "{prompt}"}], span, prompts=["Hi."]).words("custom"),
+            f"the prefix '{span}' of task 'custom' names a span of its chat .* give the text: as phrase:TEXT",
+        )
+        for span in ("system", "phrase:{prompt}")
+    },
     "one prefix for all": (
         lambda: load_task("sentiment").with_prefix("Very good:"),
         "prefix 'Very good:' is the same for all attributes; write {attribute}",
