@@ -86,11 +86,9 @@ def decode_turns(
         if turn:
             if rows is None:
                 layouts = _read_again(model, chats, tables)
-                _check_fits(model, plan, turn, layouts)
             else:
-                turns = _next_turns(model, kept_chats, layouts, tables[-1])
-                _check_fits(model, plan, turn, [next_turn.layout for next_turn in turns])
-                layouts = rows.go_on(turns)
+                layouts = rows.go_on(_next_turns(model, kept_chats, layouts, tables[-1]))
+            _check_fits(model, plan, turn, layouts)
             batch = plan.assemble_turn(pairs, layouts)
         decoded = decode(model, plan, batch, bar, rows)
         columns: dict[str, Any] = {
