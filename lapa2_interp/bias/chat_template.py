@@ -95,13 +95,14 @@ def render_chat(
     return RenderedChat(text, ids, start, start + len(phrase), phrase, phrase == part.text)
 
 
-def texts_between_answers(
+def texts_around_answers(
     tokenizer: PreTrainedTokenizerBase,
     turns: Sequence[Sequence[Message]],
     arguments: Mapping[str, Any],
 ) -> list[str]:
-    """The text that a chat template writes after each answer, up to where the next answer begins.
-    White space that it writes in front of an answer is left to the model, which begins there.
+    """The text that a chat template writes before the first answer, and after each answer up to
+    where the next one begins. White space that it writes in front of an answer is left to the
+    model, which begins there.
 
     Args:
         turns: The messages before each answer, with `PLACEHOLDER` for the answers before it.
@@ -119,7 +120,28 @@ def texts_between_answers(
             "the chat template writes earlier turns otherwise once later ones follow, so they"
             f" cannot stay in the cache; leave out {parameter('keep_turns', 'true', 'set')}"
         )
-    return [chat.rpartition(PLACEHOLDER)[2] for chat in chats[1:]]
+    return [chat.rpartition(PLACEHOLDER)[2] for chat in chats]
+
+
+def check_text_of_answers(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Message],
+    arguments: Mapping[str, Any],
+    text: str,
+) -> None:
+    """Refuse a text of a chat that is not, but for white space, what its template writes.
+
+    Raises:
+        LayoutError: The template changes an answer that later messages follow, such as one with its
+            reasoning.
+    """
+    written = _apply_template(tokenizer, messages, False, True, arguments)
+    if "".join(written.split()) != "".join(text.split()):
+        raise LayoutError(
+            f"the chat template writes the answer {messages[-2].get('content')!r:.80} otherwise"
+            " once a message follows it, so it cannot stay in the cache; leave out"
+            f" {parameter('keep_turns', 'true', 'set')}"
+        )
 
 
 def _apply_template(

@@ -46,6 +46,7 @@ from lapa2_interp.bias.text_start import (
 from lapa2_interp.bias.tokens import (
     decode_tokens,
     require_tokenizer,
+    token_places,
     token_texts,
 )
 
@@ -160,15 +161,9 @@ class Layout:
         encoded = tokenizer(
             (prefix or "") + prompt, add_special_tokens=False, return_offsets_mapping=True
         )
-        # Tokenizers that trim offsets leave leading white space between two tokens; it belongs to
-        # the one that follows.
-        stops = [0] + [stop for _, stop in encoded["offset_mapping"]]
-        begins = [
-            min(begin, stop)
-            for (begin, _), stop in zip(encoded["offset_mapping"], stops, strict=False)
-        ]
-        l_pre = sum(begin < boundary for begin in begins)
-        l_pro = len(begins) - l_pre
+        places = token_places(encoded["offset_mapping"])
+        l_pre = sum(begin < boundary for begin, _ in places)
+        l_pro = len(places) - l_pre
         if prefix is not None and not tokenizer(prefix, add_special_tokens=False).input_ids:
             raise LayoutError(
                 f"the prefix {prefix!r} tokenises to nothing; give text, or None for the raw model"
@@ -182,7 +177,7 @@ class Layout:
         alone = prefix if prefix is not None else prompt
         front = () if start_id is None else (start_id,) * (1 + doubled_bos)
         ids = front + tuple(encoded["input_ids"])
-        crosses = l_pre > 0 and stops[l_pre] > boundary
+        crosses = l_pre > 0 and places[l_pre - 1][1] > boundary
         return cls(
             ids=ids,
             tokens=tuple(token_texts(tokenizer, "", ids)),
@@ -277,14 +272,20 @@ class Layout:
             n_before=begin - n_bos,
         )
 
-    def followed_by(self, tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> Layout:
-        """The layout, without padding, with more tokens, which count as prompt."""
-        longer = self.ids + tuple(ids)
+    def followed_by(
+        self, tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], in_place_of: int = 0
+    ) -> Layout:
+        """The layout, without padding, with more tokens, which count as prompt.
+
+        Args:
+            in_place_of: The number of its last tokens that these replace.
+        """
+        longer = self.ids[: len(self.ids) - in_place_of] + tuple(ids)
         return replace(
             self,
             ids=longer,
             tokens=tuple(token_texts(tokenizer, "", longer)),
-            l_pro=self.l_pro + len(ids),
+            l_pro=self.l_pro + len(longer) - len(self.ids),
             pad=0,
         )
 

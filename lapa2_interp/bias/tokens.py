@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 REPLACEMENT_CHARACTER = "\N{REPLACEMENT CHARACTER}"
+BEFORE = "a"
+"""A text in front of tokens, whose leading space is then decoded, too."""
 
 
 def require_tokenizer(owner: Any) -> Any:
@@ -81,25 +83,50 @@ def decode_tokens(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str
     return _decode_ids(tokenizer, ids)
 
 
+def token_places(offsets: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Where the letters of each token begin and stop in its text, of a tokenizer's offsets. Some
+    tokenizers trim these, so that leading white space lies between two tokens; it belongs to the
+    one that follows."""
+    stops = [0, *(stop for _, stop in offsets)]
+    return [
+        (min(begin, before), stop) for (begin, stop), before in zip(offsets, stops, strict=False)
+    ]
+
+
+def tokens_from(tokenizer: PreTrainedTokenizerBase, text: str, start: int) -> tuple[list[int], str]:
+    """The tokens of a text from one of its letters on, as they are in the whole text: a tokenizer
+    may cut the rest of a text otherwise where it stands alone.
+
+    Returns:
+        The tokens, and the letters before `start` that the first of them has, too; mostly "".
+    """
+    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    places = token_places(encoded["offset_mapping"])
+    first = sum(begin < start for begin, _ in places)
+    if first and places[first - 1][1] > start:
+        first -= 1
+    shared = text[places[first][0] : start] if first < len(places) else ""
+    return encoded["input_ids"][first:], shared
+
+
 def decode_continuation(
-    tokenizer: PreTrainedTokenizerBase,
-    prompt: str,
-    tokens: Sequence[int],
-    without_marks: bool = False,
+    tokenizer: PreTrainedTokenizerBase, prompt: str, tokens: Sequence[int]
 ) -> str:
     """The text of generated tokens after a prompt.
 
     The tokens are decoded together with the prompt: some tokenizers drop the leading space of
     tokens that are decoded alone.
-
-    Args:
-        without_marks: Leave special tokens out, as in the turns of a chat.
     """
-    if without_marks:
-        marks = set(tokenizer.all_special_ids)
-        tokens = [token for token in tokens if token not in marks]
     before = tokenizer(prompt, add_special_tokens=False)["input_ids"]
     return decode_tokens(tokenizer, [*before, *tokens])[len(decode_tokens(tokenizer, before)) :]
+
+
+def decode_answer(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int]) -> str:
+    """The text of an answer of a chat, without special tokens. It continues no text, so it does not
+    depend on the user's."""
+    marks = set(tokenizer.all_special_ids)
+    said = [token for token in tokens if token not in marks]
+    return decode_continuation(tokenizer, BEFORE, said)
 
 
 def token_texts(

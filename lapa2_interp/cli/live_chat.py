@@ -122,7 +122,8 @@ class LiveChat:
         cell = cell_of(
             self.model,
             method="chat",
-            task=chat_task(asked, self.span, self.template),
+            # A phrase is that of the first messages, also where an answer repeats it.
+            task=chat_task(asked, self.span, self.template, n_searched=2),
             augmentation=self.rules or "none",
             trace="pooled",
             **self.sampling,

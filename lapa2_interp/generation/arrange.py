@@ -15,7 +15,7 @@ import numpy as np
 
 from lapa2_interp._util.errors import AugmentationError, LayoutError, MethodError
 from lapa2_interp.bias.augmentation import Augmentation, Augmentations, active_augmentations
-from lapa2_interp.bias.chat_template import PLACEHOLDER, texts_between_answers
+from lapa2_interp.bias.chat_template import PLACEHOLDER, texts_around_answers
 from lapa2_interp.bias.layer_types import LayerType, distinct_types
 from lapa2_interp.bias.layout import Layout
 from lapa2_interp.generation.cell import Cell
@@ -193,7 +193,7 @@ def _later_keys(
     if not chat.later:
         return 0
     if cell.keeps_turns:
-        ids_between_answers(tokenizer, chat)  # refused here, before the first token
+        pieces_of_chat(tokenizer, chat)  # refused here, before the first token
     last = chat_layout(tokenizer, chat, ["a"] * len(chat.later))
     return len(last) - len(first) + cell.length * len(chat.later)
 
@@ -202,21 +202,23 @@ def chat_layout(
     tokenizer: PreTrainedTokenizerBase, chat: ChatForm, answers: Sequence[str] = ()
 ) -> Layout:
     """The layout of a chat up to its next answer, after `answers`."""
-    messages, n_searched = chat.messages_after(answers), len(chat.messages)
     return Layout.of_chat(
-        tokenizer, messages, span=chat.span, template=chat.template, n_searched=n_searched
+        tokenizer,
+        chat.messages_after(answers),
+        span=chat.span,
+        template=chat.template,
+        n_searched=len(chat.searched),
     )
 
 
-def ids_between_answers(tokenizer: PreTrainedTokenizerBase, chat: ChatForm) -> list[list[int]]:
-    """The tokens between each answer of a chat and the next one.
+def pieces_of_chat(tokenizer: PreTrainedTokenizerBase, chat: ChatForm) -> list[str]:
+    """The texts of a chat in front of each of its answers, from the answer before it on.
 
     Raises:
-        LayoutError: As `texts_between_answers`.
+        LayoutError: As `texts_around_answers`.
     """
     turns = [chat.messages_after([PLACEHOLDER] * turn) for turn in range(chat.n_turns)]
-    texts = texts_between_answers(tokenizer, turns, chat.template)
-    return [tokenizer(text, add_special_tokens=False).input_ids for text in texts]
+    return texts_around_answers(tokenizer, turns, chat.template)
 
 
 def _text(branch: Branch, prepared: Prepared, is_open: bool) -> str | None:

@@ -21,7 +21,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from lapa2_interp._util.errors import TaskError
-from lapa2_interp.bias.tokens import REPLACEMENT_CHARACTER
+from lapa2_interp.bias.tokens import BEFORE, REPLACEMENT_CHARACTER
 from lapa2_interp.tasks.segmentation import (
     has_unspaced_script,
     last_word,
@@ -35,13 +35,22 @@ if TYPE_CHECKING:
 
 
 @functools.lru_cache(maxsize=4)
-def vocabulary_texts(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
+def vocabulary_texts(
+    tokenizer: PreTrainedTokenizerBase, without_marks: bool = False
+) -> tuple[str, ...]:
     """Every token by id as it reads behind a text, its leading space included: some tokenizers drop
-    the space of what they decode alone."""
-    before = tokenizer("a", add_special_tokens=False).input_ids
+    the space of what they decode alone.
+
+    Args:
+        without_marks: Special tokens have no text, as in the answers of a chat.
+    """
+    before = tokenizer(BEFORE, add_special_tokens=False).input_ids
     pairs = [[*before, token] for token in range(len(tokenizer))]
     head, *pair_texts = tokenizer.batch_decode([before, *pairs], clean_up_tokenization_spaces=False)
-    return tuple(text[len(head) :] for text in pair_texts)
+    marks = set(tokenizer.all_special_ids) if without_marks else set()
+    return tuple(
+        "" if token in marks else text[len(head) :] for token, text in enumerate(pair_texts)
+    )
 
 
 class BannedWords:
@@ -50,16 +59,21 @@ class BannedWords:
     Args:
         tokenizer: The model's.
         words: What is not said, in small letters.
-        texts: What each sample has before its first token.
+        texts: What each sample's text goes on from; "" if it begins there, as an answer of a chat.
+        without_marks: As of `vocabulary_texts`.
 
     Raises:
         TaskError: A word of a script without spaces, or of letters of several tokens each.
     """
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, words: Sequence[str], texts: Sequence[str]
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        words: Sequence[str],
+        texts: Sequence[str],
+        without_marks: bool = False,
     ) -> None:
-        self.spelled = vocabulary_texts(tokenizer)
+        self.spelled = vocabulary_texts(tokenizer, without_marks)
         for word in words:
             spelling = tokenizer(f" {word} {word.upper()}", add_special_tokens=False).input_ids
             if has_unspaced_script(word) or any(

@@ -221,6 +221,11 @@ class Cell(BaseModel):
         return isinstance(method, Chat) and method.keep_turns
 
     @property
+    def is_chat(self) -> bool:
+        """True if the texts are answers of a chat, which continue no text."""
+        return self.task.chat is not None
+
+    @property
     def n_turns(self) -> int:
         """Number of answers of a chat; else 1."""
         return 1 if self.task.chat is None else self.task.chat.n_turns

@@ -35,7 +35,7 @@ from lapa2_interp.attention.recorder import Recorder
 from lapa2_interp.attention.reminded_rows import RemindedRows
 from lapa2_interp.attention.residual import shifted_residual
 from lapa2_interp.attention.trace import join_traces
-from lapa2_interp.bias.tokens import decode_continuation
+from lapa2_interp.bias.tokens import decode_answer, decode_continuation
 from lapa2_interp.generation.banned_words import BannedWords
 from lapa2_interp.generation.freectrl import decode_freectrl
 from lapa2_interp.generation.plan import Batch, BatchPlan, DecodedBatch
@@ -158,9 +158,9 @@ def _decode_steps(
     blocked = ends.to(logits.device)
     banned = None
     if words := plan.cell.banned_words:
-        banned = BannedWords(
-            model.tokenizer, words, [plan.prompts[prompt] for prompt, _ in batch.pairs]
-        )
+        # An answer of a chat begins a word of its own.
+        before = ["" if plan.cell.is_chat else plan.prompts[prompt] for prompt, _ in batch.pairs]
+        banned = BannedWords(model.tokenizer, words, before, without_marks=plan.cell.is_chat)
 
     def mask_forbidden(log_weights: Float[Tensor, "sample vocab"]) -> Float[Tensor, "sample vocab"]:
         """Tokens that are never drawn get the log-weight -inf."""
@@ -275,8 +275,10 @@ def _text_table(
     for i, (prompt, sample) in enumerate(batch.pairs):
         new_ids = tokens[i, : ending.n_tokens[i]].tolist()
         prompt_text = plan.prompts[prompt]
-        is_chat = plan.cell.task.chat is not None
-        new = decode_continuation(model.tokenizer, prompt_text, new_ids, is_chat)
+        if plan.cell.is_chat:
+            new = decode_answer(model.tokenizer, new_ids)
+        else:
+            new = decode_continuation(model.tokenizer, prompt_text, new_ids)
         texts.append(
             {
                 "prompt": prompt_text,

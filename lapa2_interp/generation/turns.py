@@ -17,14 +17,15 @@ answer. Between two turns
   3. pack again, without these repetitions. The loop's prompt pass reads the last token.
 
 So no row has a hole, and a query's slot gives its l. An end token that was drawn is replaced by
-what the template writes there; the template closes an answer that was cut.
+what the template writes there; the template closes an answer that was cut. What it writes has the
+tokens that it has in the whole chat (`KeptChat`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -38,12 +39,17 @@ from lapa2_interp.attention.cache import new_rows
 from lapa2_interp.attention.hooked import augmented
 from lapa2_interp.attention.trace import concat_traces, join_traces
 from lapa2_interp.bias.augmentation import Augmentations, active_augmentations
+from lapa2_interp.bias.chat_template import check_text_of_answers
 from lapa2_interp.bias.layout import Layout
-from lapa2_interp.generation.arrange import chat_layout, ids_between_answers
+from lapa2_interp.bias.tokens import decode_tokens, tokens_from
+from lapa2_interp.generation.arrange import chat_layout, pieces_of_chat
 from lapa2_interp.generation.plan import BatchPlan, DecodedBatch, DecodeLoop
 from lapa2_interp.models.card import Model
 from lapa2_interp.prefixes.soft_prefix import SoftPrefix
 from lapa2_interp.tasks.task import ChatForm
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 def decode_turns(
@@ -62,26 +68,27 @@ def decode_turns(
         decode: The loop, which writes the answers of one turn.
 
     Raises:
-        LayoutError: A chat that is read again has more tokens than the context has left.
+        LayoutError: A chat has more tokens than the context has left, or cannot go on from what the
+            cache holds.
     """
     form = plan.cell.branches[0].chat
     assert form is not None
     chats = [form.filled(prompt=plan.prompts[prompt]) for prompt, _ in pairs]
     layouts = [plan.arrangement.layouts[0][prompt] for prompt, _ in pairs]
     batch = plan.assemble_batch(pairs)
-    rows, follows = None, []
+    rows, kept_chats = None, []
     if plan.cell.keeps_turns:
         rows = KeptRows(model, plan.arrangement.augmentations)
-        follows = [ids_between_answers(model.tokenizer, chat) for chat in chats]
+        kept_chats = [KeptChat(chat, pieces_of_chat(model.tokenizer, chat)) for chat in chats]
     tables: list[pd.DataFrame] = []
     traces = []
     for turn in range(plan.cell.n_turns):
         if turn:
             if rows is None:
-                layouts = _read_again(model, plan, chats, tables)
+                layouts = _read_again(model, chats, tables)
             else:
-                after = [ids[turn - 1] for ids in follows]
-                layouts = rows.go_on(_next_turns(model, layouts, tables[-1], after))
+                layouts = rows.go_on(_next_turns(model, kept_chats, layouts, tables[-1]))
+            _check_fits(model, plan, turn, layouts)
             batch = plan.assemble_turn(pairs, layouts)
         decoded = decode(model, plan, batch, bar, rows)
         columns: dict[str, Any] = {
@@ -105,21 +112,25 @@ def _message(chat: ChatForm, turn: int) -> str:
 
 
 def _read_again(
-    model: Model, plan: BatchPlan, chats: Sequence[ChatForm], tables: Sequence[pd.DataFrame]
+    model: Model, chats: Sequence[ChatForm], tables: Sequence[pd.DataFrame]
 ) -> list[Layout]:
     """The layouts of the next turn of chats whose answers are read as texts."""
     layouts = []
     for i, chat in enumerate(chats):
         answers = [str(table["continuation"].iloc[i]) for table in tables]
         layouts.append(chat_layout(model.tokenizer, chat, answers))
+    return layouts
+
+
+def _check_fits(model: Model, plan: BatchPlan, turn: int, layouts: Sequence[Layout]) -> None:
+    """Refuse a next turn that the context has no room for."""
     longest = max(map(len, layouts))
     if longest + plan.cell.length > model.cfg.n_ctx:
         raise LayoutError(
-            f"turn {len(tables) + 1} begins after {longest} tokens, since answers have more tokens"
-            f" when their texts are read again, and with {plan.cell.length} new ones exceeds the"
-            f" context of {model.cfg.n_ctx}; give a shorter {parameter('length')}"
+            f"turn {turn + 1} begins after {longest} tokens, and with {plan.cell.length} new ones"
+            f" exceeds the context of {model.cfg.n_ctx}, since the texts of answers may have more"
+            f" tokens in the chat than were drawn; give a shorter {parameter('length')}"
         )
-    return layouts
 
 
 class NextTurn(NamedTuple):
@@ -130,25 +141,75 @@ class NextTurn(NamedTuple):
     n_cached: int
 
 
-def _next_turns(
-    model: Model,
-    layouts: Sequence[Layout],
-    answers: pd.DataFrame,
-    after: Sequence[Sequence[int]],
-) -> list[NextTurn]:
-    """The next turn of chats whose answers stay as the tokens that were drawn.
+@dataclass
+class KeptChat:
+    """A chat whose turns stay in the cache.
 
-    Args:
-        after: The tokens between each of these answers and the next one.
+    Attributes:
+        form: The chat.
+        pieces: As of `pieces_of_chat`.
+        answers: The texts of its answers so far.
     """
-    turns = []
-    rows = zip(layouts, answers["tokens"], answers["finish"], after, strict=True)
-    for layout, tokens, finish, ids in rows:
-        answer = tokens[:-1] if finish == "end" else tokens
+
+    form: ChatForm
+    pieces: Sequence[str]
+    answers: list[str] = field(default_factory=list)
+
+    def next_turn(
+        self, tokenizer: PreTrainedTokenizerBase, layout: Layout, tokens: Sequence[int], ended: bool
+    ) -> NextTurn:
+        """The turn after an answer, which stays as the tokens that were drawn. What the template
+        writes behind it has the tokens that the tokenizer gives it in the whole chat, from the
+        first of its letters on. If this token also has the answer's last letters, it stands in
+        place of the answer's tokens with these letters.
+
+        Args:
+            layout: The chat up to the answer.
+            ended: The last of the answer's tokens is an end token.
+
+        Raises:
+            LayoutError: The template changes the answer; or a token has a part of the last token
+                that the chat can keep.
+        """
+        answered = layout.followed_by(tokenizer, tokens[:-1] if ended else tokens)
+        self.answers.append("".join(answered.tokens[len(layout.ids) :]))
+        before = "".join(map("".join, zip(self.pieces, self.answers, strict=False)))
+        text = before + self.pieces[len(self.answers)]
+        messages = self.form.messages_after(self.answers)
+        check_text_of_answers(tokenizer, messages, self.form.template, text)
+        ids, shared = tokens_from(tokenizer, text, len(before))
+        # The answer's tokens that have the shared letters, and no others.
+        cached_text = "".join(answered.tokens)
+        n_kept = next(
+            (
+                n
+                for n in range(len(answered.ids), len(answered.ids) - answered.l_pro, -1)
+                if decode_tokens(tokenizer, answered.ids[:n]) + shared == cached_text
+            ),
+            None,
+        )
+        if n_kept is None:
+            raise LayoutError(
+                f"in the whole chat the token {decode_tokens(tokenizer, ids[:1])!r} has the end of"
+                f" the answer {self.answers[-1][-40:]!r} and what follows it, and the answer in the"
+                " cache cannot be cut there; leave out"
+                f" {parameter('keep_turns', 'true', 'set')}"
+            )
         # The last token that was drawn has not been read.
-        n_cached = len(layout.ids) + max(len(tokens) - 1, 0)
-        turns.append(NextTurn(layout.followed_by(model.tokenizer, [*answer, *ids]), n_cached))
-    return turns
+        n_cached = min(len(layout.ids) + max(len(tokens) - 1, 0), n_kept)
+        longer = answered.followed_by(tokenizer, ids, len(answered.ids) - n_kept)
+        return NextTurn(longer, n_cached)
+
+
+def _next_turns(
+    model: Model, chats: Sequence[KeptChat], layouts: Sequence[Layout], answers: pd.DataFrame
+) -> list[NextTurn]:
+    """The next turn of chats that stay in the cache, after these answers."""
+    rows = zip(chats, layouts, answers["tokens"], answers["finish"], strict=True)
+    return [
+        chat.next_turn(model.tokenizer, layout, tokens, finish == "end")
+        for chat, layout, tokens, finish in rows
+    ]
 
 
 class KeptRows:

@@ -90,6 +90,7 @@ def chat_task(
     template: Mapping[str, Any] | None = None,
     prompts: Sequence[str] | None = None,
     later: Sequence[str] = (),
+    n_searched: int | None = None,
 ) -> Task:
     """A task of one chat, for method `chat`.
 
@@ -101,6 +102,7 @@ def chat_task(
             there is one chat, whose name in tables is its last message. {prompt:2} is a prompt's
             second line.
         later: The user's later messages, one after each answer.
+        n_searched: The number of first messages that have the span, as in `Layout.of_chat`.
 
     Raises:
         TaskError: Messages that are not JSON, or {prompt} or {prefix} without a text for it.
@@ -111,6 +113,7 @@ def chat_task(
             span=span,
             template=template or {},
             later=tuple(later),
+            n_searched=n_searched,
         )
         if form.has("prefix") or (form.has("prompt") and prompts is None):
             raise TaskError(

@@ -38,7 +38,8 @@ def texts_to_show(run: Run, room: int) -> tuple[int, dict[str, Any]]:
         "task", "attribute", "method", "size", "prompts", "arms": [{"arm", "cell", "branch",
         "prefix", "texts"}]} and its "texts", by prompt, {"t": text of every token, "p" and "b":
         attention on prefix and BOS over the scale, at the step that predicted it, or null, "end":
-        the reason why it ended}, or null.
+        the reason why it ended}, or null. Of a chat this is the first answer, with "asked", the
+        message in front of it.
     """
 
     groups = _group_cells(run)
@@ -127,6 +128,8 @@ def text_column(
             "t": token_texts(tokenizer, prompt, tokens),
             "end": str(row["finish"]),
         }
+        if cell.manifest.cell.is_chat:  # an answer begins in a line of its own
+            text["asked"] = f"{row.get('message', prompt)}\n"
         for name in ("p", "b"):
             mass = masses[name][rows[0]][: len(tokens)] if name in masses else None
             text[name] = (

@@ -296,9 +296,15 @@ def check_settings(settings: SteerSettings) -> None:
     """Refuse settings that cannot work.
 
     Raises:
-        TaskError: The task has one attribute.
+        TaskError: The task has one attribute, or is a chat.
         RunError: Too few prompts, or all heads.
     """
+    if settings.task.chat is not None:
+        raise TaskError(
+            f"steer compares texts by their perplexity behind their prompts, and task"
+            f" {settings.task.name!r} is a chat, whose answers continue no text; give a task"
+            " without [chat]"
+        )
     settings.task.others(next(iter(settings.task.attributes)))  # there is a second attribute
     if (n := len(settings.prompts)) < 4 * FEW:
         raise RunError(

@@ -282,9 +282,7 @@ def _tokens(example: ContrastExample) -> list[str]:
     own = example.layouts[0]
     if own.soft:
         return [f"soft {i + 1}" for i in range(own.soft)]
-    by_branch = [
-        layout.tokens[layout.n_bos : layout.n_bos + layout.l_pre] for layout in example.layouts
-    ]
+    by_branch = [layout.tokens[slice(*layout.prefix)] for layout in example.layouts]
     return [" / ".join(dict.fromkeys(map(repr, at))) for at in zip(*by_branch, strict=True)]
 
 

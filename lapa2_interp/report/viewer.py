@@ -296,7 +296,7 @@ def _view_data(text: ViewedText, heads: Mapping[str, HeadValues], bits: Bits) ->
             }
         )
     # The part of every key, and the page's data.
-    parts = ["prefix"] * layout.soft + ["bos"] * layout.n_bos
+    parts = ["prefix"] * layout.soft + ["bos"] * layout.n_bos + ["prompt"] * layout.n_before
     parts += ["prefix"] * (0 if layout.soft else layout.l_pre) + ["prompt"] * layout.l_pro
     index, packed = encode_arrays(arrays)
     n_layers, n_heads = text.arms[0].masses.shape[2:]

@@ -248,11 +248,8 @@ def announcement(model: Model, plans: Sequence[BatchPlan]) -> str:
         return line
     size = 0
     for plan in plans:
-        keys = max(
-            len(layout) + new
-            for by_prompt in plan.arrangement.layouts
-            for layout, new in zip(by_prompt, plan.arrangement.steps, strict=True)
-        )
+        arrangement = plan.arrangement
+        keys = max(map(sum, zip(arrangement.longest, arrangement.steps, strict=True)))
         layers, heads = model.cfg.n_layers, model.cfg.n_heads
         size += trace_bytes(
             trace, plan.rows, max(plan.arrangement.steps), layers, heads, patterns, keys

@@ -17,7 +17,7 @@ from lapa2_interp._util.commands import command
 from lapa2_interp._util.errors import ScoringError, parameter, unknown_choice
 from lapa2_interp._util.paths import kind_of
 from lapa2_interp.attention.trace import TraceKind
-from lapa2_interp.bias.tokens import decode_continuation, token_texts
+from lapa2_interp.bias.tokens import decode_answer, decode_continuation, token_texts
 from lapa2_interp.generation.cell import Cell
 from lapa2_interp.models.load import shared_tokenizer
 from lapa2_interp.runs.manifest import Manifest
@@ -131,7 +131,7 @@ def at_lengths(
     A text of 64 tokens is the first 64 of the longer one: both follow one random stream.
 
     Raises:
-        ScoringError: A length the run does not reach.
+        ScoringError: A length the run does not reach; or a shorter one of a chat of several turns.
     """
     if manifest is None:
         raise ScoringError(
@@ -142,6 +142,14 @@ def at_lengths(
     if long:
         raise ScoringError(
             f"the run's texts have {manifest.cell.length} tokens; {long[0]} is longer"
+        )
+    short = [length for length in lengths if length < manifest.cell.length]
+    if short and manifest.cell.n_turns > 1:
+        raise ScoringError(
+            f"the run's chats have {manifest.cell.n_turns} turns, and a later answer follows whole"
+            f" earlier ones of up to {manifest.cell.length} tokens, so cut to {short[0]} it is not"
+            f" that of a chat of length {short[0]}; generate the chats with"
+            f" {parameter('length', short[0])}"
         )
     tokenizer = shared_tokenizer(manifest.model.name)
     frames = []
@@ -154,8 +162,10 @@ def at_lengths(
                 else 0
             )
             left = [int(token) for token in tokens[: max(0, length - counted)]]
-            is_chat = manifest.cell.task.chat is not None
-            text = decode_continuation(tokenizer, prompt, left, is_chat)
+            if manifest.cell.is_chat:
+                cut.append(decode_answer(tokenizer, left))
+                continue
+            text = decode_continuation(tokenizer, prompt, left)
             cut.append(prompt + text if manifest.cell.task.length_counts_prompt else text)
         frames.append(texts.assign(text=cut, length=length))
     return pd.concat(frames, ignore_index=True)

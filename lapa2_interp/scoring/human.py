@@ -27,7 +27,7 @@ from lapa2_interp._util.files import holds_only, result_folder, write_text
 from lapa2_interp._util.parsing import read_text
 from lapa2_interp._util.table_formats import as_csv
 from lapa2_interp._util.values import Count, Natural, numbers_checked
-from lapa2_interp.scoring.tables import mean_columns
+from lapa2_interp.scoring.tables import asked_texts, mean_columns
 from lapa2_interp.stats import FEW, resampled_means, tails
 from lapa2_interp.tasks.corpora import read_csv
 
@@ -51,7 +51,8 @@ def make_sheets(
     texts: pd.DataFrame, folder: Path, n_texts: Count = 100, seed: Natural = 1
 ) -> pd.DataFrame:
     """Draw texts and write sheet.csv and rubric.txt for the annotators, and key.csv for the
-    experimenter, into a new folder.
+    experimenter, into a new folder. In later turns of a chat the sheet has the turn's message in
+    the place of the prompt.
 
     Every arm has the same number of texts, of the same (prompt, attribute, sample), of chats also
     the same turn. Order and ids do not depend on the arm. The same texts and seed give the same
@@ -107,7 +108,8 @@ def make_sheets(
     key = shuffled.assign(id=["".join(letters) for letters in ids])
     key = key[[*KEY_COLUMNS, *key.columns.drop(KEY_COLUMNS)]]
     with result_folder(folder) as fresh:
-        (fresh / "sheet.csv").write_bytes(_csv_bytes(key.reindex(columns=COLUMNS)))
+        sheet = key.assign(prompt=asked_texts(key)).reindex(columns=COLUMNS)
+        (fresh / "sheet.csv").write_bytes(_csv_bytes(sheet))
         (fresh / "key.csv").write_bytes(_csv_bytes(key))
         (fresh / "rubric.txt").write_text(RUBRIC, "utf-8")
     return key

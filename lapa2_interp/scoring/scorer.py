@@ -45,7 +45,7 @@ class TextItem:
 
     Attributes:
         text: The text to score.
-        prompt: The prompt that it continues.
+        prompt: The prompt that it continues, or the message that it answers.
         attribute: The attribute that it was steered towards.
     """
 
@@ -175,6 +175,7 @@ class Scorer(ABC):
         columns: Names of its numbers.
         classifies: True if the columns are labels, and the largest number is the answer.
         item_fields: Fields of an item that decide the score besides the text.
+        joins_prompt: True if it reads a text and the prompt in front of it as one text.
         batch_size: Number of items in a batch.
         by_length: True: a batch has texts of similar length. False: texts with the same beginning.
     """
@@ -184,6 +185,7 @@ class Scorer(ABC):
     columns: tuple[str, ...]
     classifies: bool = False
     item_fields: tuple[str, ...] = ()
+    joins_prompt: bool = False
     batch_size: int = 32
     by_length: bool = True
 

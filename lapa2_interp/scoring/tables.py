@@ -42,6 +42,8 @@ DIFFERENCE_COLUMNS = [
     "arm", "metric", "difference", "low", "high", "p", "detectable", "prompts", "scorer",
 ]  # fmt: skip
 """Columns of a table of differences, without those of the cells."""
+CHAT = "chat"
+"""The method whose texts are answers of chats."""
 TOXIC_FROM = 0.5
 RANGES: dict[str, tuple[float, float]] = {
     **dict.fromkeys(
@@ -70,6 +72,14 @@ def scorer_of_metric(metric: str) -> str:
     return metric.partition(" (")[2].removesuffix(")")
 
 
+def asked_texts(texts: pd.DataFrame) -> pd.Series:
+    """What each text continues or answers: its prompt, or in chats of several turns the message of
+    its turn. The prompt of such a chat is the name of the whole."""
+    if not {"turn", "message"} <= set(texts):
+        return texts["prompt"]
+    return texts["message"].where(texts["message"].notna(), texts["prompt"])
+
+
 def score_table(
     texts: pd.DataFrame, scorer: Scorer, cache: ScoreCache | None = None
 ) -> pd.DataFrame:
@@ -79,12 +89,17 @@ def score_table(
         The texts' columns and metric, value (NaN if skipped), reason ("" if not), scorer.
 
     Raises:
-        ScoringError: The classifier has no label for an attribute; or as `run_scorer`.
+        ScoringError: The classifier has no label for an attribute; the texts are answers of chats,
+            and the scorer reads them as continued prompts; or as `run_scorer`.
     """
-    items = [
-        TextItem(text, prompt, attribute)
-        for text, prompt, attribute in texts[["text", "prompt", "attribute"]].to_numpy()
-    ]
+    if scorer.joins_prompt and "method" in texts and (texts["method"] == CHAT).any():
+        raise ScoringError(
+            f"{scorer.name} reads a prompt and a text as one text, and an answer of method {CHAT!r}"
+            " continues no text; ask for perplexity, which reads the answer alone, or leave the"
+            f" chats out: {parameter('only', 'method=NAME')}"
+        )
+    asked = texts.assign(prompt=asked_texts(texts))[["text", "prompt", "attribute"]]
+    items = [TextItem(*fields) for fields in asked.to_numpy()]
     if scorer.classifies:
         wrong = sorted(set(texts["attribute"]) - set(scorer.columns))
         if wrong:

@@ -263,6 +263,7 @@ class ConditionalPerplexity(Perplexity):
 
     name = "conditional-perplexity"
     item_fields = ("prompt",)
+    joins_prompt = True
 
     def _read(self, item: TextItem) -> tuple[list[int], int]:
         text = item.text if item.text.startswith(item.prompt) else item.prompt + item.text

@@ -117,15 +117,24 @@ class ChatForm(BaseModel):
     """Arguments of the chat template."""
     later: tuple[Annotated[str, Field(min_length=1)], ...] = ()
     """The user's later messages, one after each answer; left out of JSON where there are none."""
+    n_searched: Count | None = None
+    """The number of first messages that have the span, as in `Layout.of_chat`; left out of JSON
+    where it is all."""
 
     @model_serializer(mode="wrap")
-    def _without_absent_turns(
+    def _without_absent_fields(
         self, serialize: Callable[[ChatForm], dict[str, Any]]
     ) -> dict[str, Any]:
         fields = serialize(self)
-        if not self.later:
-            fields.pop("later", None)
+        for name in ("later", "n_searched"):
+            if not getattr(self, name):
+                fields.pop(name, None)
         return fields
+
+    @property
+    def searched(self) -> tuple[dict[str, JsonValue], ...]:
+        """The messages that have the span; later ones may repeat it."""
+        return self.messages[: self.n_searched]
 
     @property
     def n_turns(self) -> int:
@@ -307,12 +316,24 @@ class Task(BaseModel):
         return self.model_copy(update={"attributes": attributes})
 
     def words(self, attribute: str) -> tuple[str, ...]:
-        """The words of an attribute's hard prefix, and its name, each once, in small letters.
+        """The words of an attribute's hard prefix, and its name, each once, in small letters. Where
+        the prefix is the span of a chat, as of `methods.chat.chat_task`, they are those of its
+        phrase.
 
         Raises:
-            TaskError: The task does not have it.
+            TaskError: The task does not have the attribute, or the prefix is the name of a span.
         """
-        return tuple(dict.fromkeys(words(f"{self.prefix(attribute)} {attribute}")))
+        prefix = self.prefix(attribute)
+        if self.chat is not None and prefix == self.chat.span:
+            kind, _, phrase = prefix.partition(":")
+            if kind != "phrase" or _slot(["prompt"]).search(phrase):
+                raise TaskError(
+                    f"the prefix {prefix[:40]!r} of task {self.name!r} names a span of its chat and"
+                    " has no words of its own; give the text: as phrase:TEXT, or as an attribute's"
+                    " prefix for which the chat has {prefix}"
+                )
+            prefix = phrase
+        return tuple(dict.fromkeys(words(f"{prefix} {attribute}")))
 
     def others(self, attribute: str) -> list[str]:
         """The attributes that compete with this one.

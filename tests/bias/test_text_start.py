@@ -301,6 +301,7 @@ def test_a_cells_key_has_the_start_only_where_it_is_another(tmp_path, qwen_folde
 
 
 def test_a_grid_compares_starts(tmp_path):
+    from lapa2_interp.runs.run import load_run
     from lapa2_interp.runs.sweep import sweep
 
     grid = tmp_path / "g.toml"
@@ -308,7 +309,8 @@ def test_a_grid_compares_starts(tmp_path):
         'model = "tiny-gpt2"\nstart = ["auto", "none"]\nattribute = "positive"\nlength = 40\n'
         'prompts = 1\ntrace = "pooled"\n'
     )
-    run = sweep(str(grid), out=tmp_path / "run", workers=1, device="cpu")
+    sweep(str(grid), out=tmp_path / "run", workers=1, device="cpu")
+    run = load_run(tmp_path / "run")
     texts = run.texts()
     assert sorted(texts["variant"]) == ["", "starts with nothing"]
     cards = {cell.start: run.manifest(key).model.start_token for key, cell in run.by_key.items()}

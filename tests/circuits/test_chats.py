@@ -18,6 +18,7 @@ from lapa2_interp.circuits.knockout import knock_out
 from lapa2_interp.circuits.metrics import Predictions, js
 from lapa2_interp.circuits.selection import select
 from lapa2_interp.generation.arrange import chat_layout
+from lapa2_interp.report.study_page import _tokens
 from lapa2_interp.tasks.task import Attribute, ChatForm, Prompts, Task
 
 TEMPLATE = "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{% endfor %}[assistant]"
@@ -65,6 +66,15 @@ def test_control_and_knock_outs_are_those_of_passes_over_the_whole_chat(model):
         hidden = [by_hand(model, example, rule) for example in texts.examples]
         lost = np.mean(wanted) - np.mean(hidden)
         assert table.loc[head, "effect"] == pytest.approx(lost, abs=1e-10)
+
+
+def test_the_page_of_a_study_names_the_tokens_of_the_span(model):
+    """They begin behind the template's mark and the words before the span."""
+    texts = ContrastSet.of(model, TASK, texts={prompt: [[5]] for prompt in TASK.prompts.texts})
+    letters = zip("Be a cat.", "Be a dog.", strict=True)
+    assert _tokens(texts.examples[0]) == [
+        " / ".join(dict.fromkeys(map(repr, pair))) for pair in letters
+    ]
 
 
 def test_texts_of_no_attribute_are_written_with_the_span_hidden(model):

@@ -188,3 +188,12 @@ def test_a_message_that_is_no_text_ends_the_chat(chat, monkeypatch, capsys):
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"\xff\n"), "utf-8"))
     assert main(["chat", "--length", "3"]) == 2
     assert "a message is not utf-8" in capsys.readouterr().err
+
+
+def test_a_phrase_stays_that_of_the_first_messages(chat):
+    """The user says it again, and the chat goes on."""
+    code, printed, errors = chat(
+        "Why?", "Who says Why?", options=["--json", "--span", "phrase:Why", "--alpha", "0.5"]
+    )
+    assert (code, errors) == (0, "")
+    assert [one["turn"] for one in answers(printed)] == [1, 2]

@@ -14,11 +14,12 @@ from lapa2_interp.generation.cell import Cell
 from lapa2_interp.generation.sampling import draw, uniforms
 from lapa2_interp.methods import load_task
 from lapa2_interp.methods import registry as methods
+from lapa2_interp.methods.chat import chat_task
 from lapa2_interp.models import load_tokenizer
 from lapa2_interp.scoring.echo import Echo, prefix_words
 from lapa2_interp.scoring.scorer import TextItem
 from lapa2_interp.tasks.segmentation import words as words_of
-from lapa2_interp.tasks.task import Attribute
+from lapa2_interp.tasks.task import Attribute, ChatForm
 
 SENTIMENT = load_task("sentiment")
 WORDS = ("very", "positive")
@@ -54,6 +55,21 @@ def test_barred_are_all_words_of_the_hard_prefix_and_the_name(task, attribute, w
     every = cell.model_copy(update={"ban_words": "all"}).banned_words
     assert len(every) == len(set(every))
     assert set(every) == {word for name in cell.task.attributes for word in cell.task.words(name)}
+
+
+def test_barred_in_a_chat_are_the_words_of_its_phrase_or_prefix():
+    messages = [
+        {"role": "system", "content": "Be brief, sailor."},
+        {"role": "user", "content": "Go"},
+    ]
+    assert chat_task(messages, "phrase:Be brief").words("custom") == ("be", "brief", "custom")
+    with_prefix = chat_task(messages).model_copy(
+        update={
+            "attributes": {"calm": Attribute(prefix="Be calm.")},
+            "chat": ChatForm(messages=({"role": "system", "content": "{prefix} Go on."},)),
+        }
+    )
+    assert with_prefix.words("calm") == ("be", "calm")
 
 
 BEFORE = ["The lake", "It is posit", "It is POSITIV", "unposit", "ver", "Positiv", "a v", ""]

@@ -1,24 +1,32 @@
 """Chats of several turns: read again as text, or kept in the cache."""
 
+import itertools
 import json
+import re
 from dataclasses import replace
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from conftest import load
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from lapa2_interp import Augmentation, augmented, generate, load_run
-from lapa2_interp._util.errors import LayoutError
+from lapa2_interp._util.errors import LayoutError, ScoringError
 from lapa2_interp.attention.trace import SUMS
 from lapa2_interp.bias.layout import Layout
+from lapa2_interp.bias.tokens import decode_answer
 from lapa2_interp.circuits.hidden_span import forced_logits
 from lapa2_interp.cli.app import main
+from lapa2_interp.generation import loop
 from lapa2_interp.generation import turns as turns_module
 from lapa2_interp.generation.resolve import cell_of
-from lapa2_interp.methods.chat import chat_task
+from lapa2_interp.methods.chat import Chat, chat_task
 from lapa2_interp.methods.registry import HIDDEN, load_task
 from lapa2_interp.models.card import model_card
+from lapa2_interp.report.run_texts import texts_to_show
 from lapa2_interp.report.viewer import view
 from lapa2_interp.runs import worker
 from lapa2_interp.runs.engines import InProcess
@@ -228,7 +236,23 @@ def test_pages_and_sheets_take_a_chat_of_several_turns(chatting, tmp_path):
     shown = view(run, prompt=SCRIPTS[1], model=chatting)
     first = run.texts().query("prompt == @SCRIPTS[1] and turn == 1")
     assert [arm.tokens for arm in shown.text.arms] == [*map(tuple, first["tokens"])]
-    assert len(make_sheets(run.texts(), tmp_path / "sheets", n_texts=6)) == 6
+    # Keys before the span are keys of the page, too.
+    parts, text = shown.data["parts"], "[system]Be brief.[user]Where is it?[assistant]"
+    before, span = len("[system]"), len("Be brief.")
+    assert parts == ["bos"] + ["prompt"] * (before - 1) + ["prefix"] * span + ["prompt"] * (
+        len(text) - before - span
+    )
+    assert "".join(shown.data["arms"][0]["keys"][: len(parts)]) == text
+    # Raters and readers see the message that was answered.
+    key = make_sheets(run.texts(), tmp_path / "sheets", n_texts=6)
+    assert len(key) == 6
+    sheet = pd.read_csv(tmp_path / "sheets" / "sheet.csv", encoding="utf-8-sig")
+    assert sheet["prompt"].tolist() == [
+        script.splitlines()[turn - 1]
+        for script, turn in zip(key["prompt"], key["turn"], strict=True)
+    ]
+    of_arms = texts_to_show(run, 10**6)[1]["groups"][0]["arms"]
+    assert [text["asked"] for text in of_arms[0]["texts"]] == ["Why?\n", "Where is it?\n", "Who?\n"]
     table = run.steps()
     assert table.groupby(["arm", "turn"]).ngroups == 6
     assert run.attention(arm="baseline").n_untraced == 0
@@ -293,10 +317,43 @@ def test_a_sweep_that_is_killed_between_turns_gives_the_same_bytes(chatting, tmp
     assert undisturbed == stopped
     run = load_run(tmp_path / "whole")
     assert [*run.cells["variant"].str.contains("keep_turns=True")] == [False, True]
-    # Tables have the turn.
-    scored = score(tmp_path / "whole", scorers=["repetition"])
+    # Tables have the turn. A later answer cut short is not that of a shorter chat.
+    scored = score(tmp_path / "whole", scorers=["repetition"], lengths=[4])
     assert sorted(scored.table["turn"].unique()) == [1, 2]
+    with pytest.raises(
+        ScoringError, match="cut to 2 it is not .* generate the chats with length=2"
+    ):
+        score(tmp_path / "whole", scorers=["repetition"], lengths=[2])
     assert sorted(run.steps()["turn"].unique()) == [1, 2]
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_no_answer_of_any_turn_says_a_banned_word(chatting, tmp_path, monkeypatch, kept):
+    """Each answer begins a word, whatever the user's last one is; and a special token, which the
+    text leaves out, does not divide one."""
+    task, mark = tmp_path / "calm.toml", chatting.tokenizer.bos_token_id
+    task.write_text(TASK.replace("rain?", "rain").replace("snow?", "snow"))
+    wanted = itertools.cycle(chatting.tokenizer("Be calmm.", add_special_tokens=False).input_ids)
+
+    def combine(self, log_probs, state):
+        """The letter that is wanted in this step; the mark where it is banned."""
+        weights = torch.full_like(log_probs["chat"], -50.0)
+        weights[:, [mark, next(wanted)]] = torch.tensor([0.0, 50.0], dtype=weights.dtype)
+        return weights
+
+    monkeypatch.setattr(Chat, "combine", combine)
+    said = {
+        ban: generate(
+            chatting, method="chat", task=task, parameters={"keep_turns": kept}, alpha=0, length=9,
+            prompts=1, top_k=1, eos="keep", trace="none", ban_words=ban,
+        ).texts()["continuation"].tolist()
+        for ban in ("none", "own")
+    }  # fmt: skip
+    word = re.compile(r"\b(be|calm)\b", re.IGNORECASE)
+    assert said["none"] == ["Be calmm."] * 2
+    assert word.search("Be calmm.")
+    assert said["own"] == ["B cal."] * 2
+    assert not word.search("B cal.")
 
 
 def test_turns_on_the_command_line(chatting, tmp_path, capsys, monkeypatch):
@@ -345,3 +402,151 @@ def test_guidance_one_is_the_chat(chatting):
     plain, _ = answers(chatting)
     same, _ = answers(chatting, parameters={"guidance": 1.0})
     assert plain.equals(same)
+
+
+PLAIN = (
+    "{% for m in messages %}{{ m['role'] }}:{% if m['role'] != 'assistant' %} {% endif %}"
+    "{{ m['content'] }}\n{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
+)
+"""A template in plain words: no mark stands between an answer and what follows it."""
+CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Rain?"}]
+BYTES = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+PREPEND = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+UNSPACED = decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1)])
+KINDS = {
+    "bytes": ("Ġ", "Ċ", None, BYTES, decoders.ByteLevel()),
+    "prefix space": ("Ġ", "Ċ", None, pre_tokenizers.ByteLevel(), decoders.ByteLevel()),
+    "metaspace": ("▁", "\n", None, pre_tokenizers.Metaspace(), decoders.Metaspace()),
+    "prepended": ("▁", "\n", PREPEND, None, UNSPACED),
+}
+"""Tokenizers: how they write a space and a new line, and their normalizer, cutter and decoder."""
+
+
+SHARED = ((".", "{n}"), ("?", "{n}"), (":", "{n}"))
+"""Merges by which the last sign of an answer, or of its opening, and a new line are one token."""
+
+
+def tokenizer_of(kind, *merges):
+    """A tokenizer of letters with a few merges, in which {n} stands for a new line."""
+    space, line, normalizer, cutter, decoder = KINDS[kind]
+    merges = [("u", "s"), ("us", "er"), ("e", "r"), (space, "user"), (space, "It"), ("I", "t")] + [
+        (one.replace("{n}", line), two.replace("{n}", line)) for one, two in merges
+    ]
+    merges.sort(key=lambda pair: len("".join(pair)))
+    words = ["<s>", "</s>", *map(chr, range(33, 127)), space, line, *map("".join, merges)]
+    made = Tokenizer(models.BPE({word: i for i, word in enumerate(words)}, merges))
+    if normalizer is not None:
+        made.normalizer = normalizer
+    if cutter is not None:
+        made.pre_tokenizer = cutter
+    made.decoder = decoder
+    made.add_special_tokens(["<s>", "</s>"])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=made, bos_token="<s>", eos_token="</s>", chat_template=PLAIN
+    )
+
+
+def kept_chat(monkeypatch, tokenizer, answer, later, **settings):
+    """Kept turns of a chat in which these tokens are drawn as every answer; and, by turn, the
+    logits of its first token."""
+    model = load("tiny-llama", "float64", "TransformersModel")
+    monkeypatch.setattr(model, "tokenizer", tokenizer)
+    drawn = itertools.cycle(answer)
+    monkeypatch.setattr(loop, "draw", lambda *_, **__: torch.tensor([next(drawn)]))
+    logits, read = [], turns_module.KeptRows.prompt_pass
+
+    def prompt_pass(self, *arguments):
+        logits.append(read(self, *arguments)[0, -1])
+        return logits[-1][None, None]
+
+    monkeypatch.setattr(turns_module.KeptRows, "prompt_pass", prompt_pass)
+    task = chat_task(CHAT, later=later)
+    settings = {"parameters": KEPT, "length": len(answer), "eos": "stop"} | settings
+    texts, trace = answers(model, task, **settings)
+    assert [list(tokens) for tokens in texts["tokens"]] == [answer] * len(texts)
+    return model, texts, trace, logits
+
+
+def ids_of(tokenizer, text):
+    return tokenizer(text, add_special_tokens=False).input_ids
+
+
+def drawn_ids(tokenizer, text):
+    """The tokens of an answer behind the opening of its turn."""
+    opened = tokenizer.apply_chat_template(CHAT, tokenize=False, add_generation_prompt=True)
+    ids, of_chat = ids_of(tokenizer, opened), ids_of(tokenizer, opened + text)
+    assert of_chat[: len(ids)] == ids
+    return of_chat[len(ids) :]
+
+
+@pytest.mark.parametrize(
+    ("text", "ends", "merges"),
+    [(" It rains.", False, ()), ("user?", True, SHARED), ("", True, SHARED)],
+    ids=["cut", "ended", "empty"],
+)
+@pytest.mark.parametrize("kind", KINDS)
+def test_kept_turns_are_the_whole_chat_as_transformers_reads_it(
+    kind, text, ends, merges, monkeypatch
+):
+    """Its ids, its number of keys, and the logits of one pass without a cache. Where the last sign
+    of an answer and the new line behind it are one token, so it is in the cache."""
+    tokenizer = tokenizer_of(kind, *merges)
+    later = ["It snows?", "user user"]
+    answer = drawn_ids(tokenizer, text) + [tokenizer.eos_token_id] * ends
+    model, texts, trace, logits = kept_chat(monkeypatch, tokenizer, answer, later)
+    messages = list(CHAT)
+    for turn, message in enumerate([*later, ""]):
+        of_chat = tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, return_dict=False
+        )
+        assert list(texts["context"][turn]) == of_chat
+        assert trace["l_kv"][0, turn, 0] == len(of_chat)
+        with torch.no_grad():
+            expected = model.original_model(torch.tensor([of_chat]), use_cache=False).logits[0, -1]
+        # The networks of transformers normalise in float32.
+        torch.testing.assert_close(logits[turn], expected, atol=1e-4, rtol=0)
+        assert texts["continuation"][turn] == text
+        messages += [{"role": "assistant", "content": text}, {"role": "user", "content": message}]
+
+
+def test_tokens_that_were_drawn_stay_in_the_cache_though_a_tokenizer_cuts_their_text_otherwise(
+    monkeypatch,
+):
+    tokenizer = tokenizer_of("metaspace")
+    letters = tokenizer.convert_tokens_to_ids(list("users"))
+    _, texts, _, _ = kept_chat(monkeypatch, tokenizer, letters, ["Snow?"])
+    behind = ids_of(tokenizer, "a\nuser: Snow?\nassistant:")[2:]
+    assert list(texts["context"][1]) == [*texts["context"][0], *letters, *behind]
+
+
+def test_a_chat_whose_cache_is_not_the_chat_of_its_template_is_refused(monkeypatch):
+    """The token "s." would have to be cut, since the whole chat has ".\\n"."""
+    tokenizer = tokenizer_of("bytes", *SHARED, ("s", "."))
+    drawn = tokenizer.convert_tokens_to_ids(["I", "t", "s."])
+    with pytest.raises(
+        LayoutError, match=r"'\.\\n' has the end of the answer 'Its.' .* keep_turns"
+    ):
+        kept_chat(monkeypatch, tokenizer, drawn, ["Snow?"])
+
+
+@pytest.mark.parametrize(("change", "is_refused"), [(".split('>')[-1]", True), (" | trim", False)])
+def test_a_template_may_trim_an_answer_but_change_no_word_of_it(change, is_refused, monkeypatch):
+    tokenizer = tokenizer_of("bytes")
+    tokenizer.chat_template = PLAIN.replace("m['content']", f"(m['content']{change})")
+    answer = ids_of(tokenizer, " a>b ")
+    if is_refused:
+        with pytest.raises(LayoutError, match="writes the answer ' a>b ' otherwise .* keep_turns"):
+            kept_chat(monkeypatch, tokenizer, answer, ["Snow?"])
+        return
+    _, texts, _, _ = kept_chat(monkeypatch, tokenizer, answer, ["Snow?"])
+    assert tokenizer.decode(texts["context"][1]) == (
+        "system: Be brief.\nuser: Rain?\nassistant: a>b \nuser: Snow?\nassistant:"
+    )
+
+
+def test_the_text_of_an_answer_has_its_leading_space_and_no_marks():
+    for kind in KINDS:
+        tokenizer = tokenizer_of(kind)
+        ids = drawn_ids(tokenizer, " It rains.")
+        marked = [ids[0], tokenizer.bos_token_id, *ids[1:], tokenizer.eos_token_id]
+        assert decode_answer(tokenizer, marked) == " It rains."

@@ -21,6 +21,7 @@ from lapa2_interp._util.errors import (
     TraceError,
 )
 from lapa2_interp._util.page import embedded
+from lapa2_interp.methods.chat import chat_task
 from lapa2_interp.methods.prefix import PrefixConditioning
 from lapa2_interp.report import view
 from lapa2_interp.tasks.task import Attribute, Prompts, Task
@@ -134,6 +135,12 @@ STEERED = {
     **{
         f"steer {name}": (lambda changed=changed: steered(**changed), message, error)
         for name, changed, message, error in (
+            (
+                "in a chat",
+                {"task": chat_task([{"role": "system", "content": "Hi."}])},
+                "task 'custom' is a chat, whose answers continue no text",
+                TaskError,
+            ),
             (
                 "with few prompts",
                 {"prompts": PROMPTS[:31]},

@@ -8,6 +8,7 @@ import pytest
 
 from lapa2_interp._util.table_formats import as_latex
 from lapa2_interp.runs.score import Scored, score_notes
+from lapa2_interp.scoring.scorer import Scorer
 from lapa2_interp.scoring.tables import (
     cell_table,
     column_names,
@@ -15,6 +16,7 @@ from lapa2_interp.scoring.tables import (
     distinct_cells,
     format_scores,
     interval_note,
+    score_table,
 )
 from lapa2_interp.stats import FEW, describe_intervals
 
@@ -111,3 +113,22 @@ def test_printed_differences_stand_under_their_scorer(capsys):
         lines = after[after.index(scorer) :].splitlines()
         assert "difference" in lines[1]
         assert "alpha 1" in lines[2]
+
+
+class Asked(Scorer):
+    """Its number of a text is how many letters the prompt has."""
+
+    name, version, columns, item_fields = "asked", "1", ("asked",), ("prompt",)
+
+    def score(self, items):
+        return [(float(len(item.prompt)),) for item in items]
+
+
+def test_a_scorer_is_given_the_message_that_a_later_turn_answers():
+    texts = pd.DataFrame({"text": ["a", "b", "c"], "attribute": "x", "prompt": ["Why?\nAnd?"] * 2 + ["So"],
+                          "turn": [1, 2, np.nan], "message": ["Why?", "And", np.nan]})  # fmt: skip
+    table = score_table(texts, Asked())
+    assert table["value"].tolist() == [len("Why?"), len("And"), len("So")]
+    assert table["prompt"].tolist() == texts["prompt"].tolist(), "the chat, which is resampled"
+    own = texts.drop(columns="turn")  # a file's own column
+    assert score_table(own, Asked())["value"].tolist() == [9, 9, 2]

@@ -4,6 +4,7 @@ folder. Judges: `test_judge`; answers of people: `test_human`."""
 import json
 from pathlib import Path
 
+import pandas as pd
 import pytest
 from test_adapters import BASE
 from test_agreement import graded, two
@@ -16,7 +17,8 @@ from lapa2_interp.scoring.adapter import ADAPTER_ENDING, load_adapter_network
 from lapa2_interp.scoring.agreement import agreement
 from lapa2_interp.scoring.linear import LINEAR_ENDING, load_linear, save_linear
 from lapa2_interp.scoring.registry import ScorerOptions, make_scorer
-from lapa2_interp.scoring.scorer import ScoreCache, expand_scorers
+from lapa2_interp.scoring.scorer import ScoreCache, Scorer, expand_scorers
+from lapa2_interp.scoring.tables import score_table
 from lapa2_interp.scoring.training import read_data, read_graded
 from lapa2_interp.scoring.transformer import Classifier
 
@@ -94,7 +96,23 @@ def by_file(name, content=None):
 
 
 USUAL = ("accuracy", "perplexity")
+
+
+class Joining(Scorer):
+    name, version, columns, joins_prompt = "joining", "1", ("joining",), True
+
+    def score(self, items):
+        return [(1.0,) for _ in items]
+
+
 CALLS = {
+    "answers as continued prompts": (
+        lambda: score_table(
+            pd.DataFrame({"text": ["Rain."], "prompt": "Why", "attribute": "x", "method": "chat"}),
+            Joining(),
+        ),
+        "joining reads a prompt and a text as one text, and an answer .* ask for perplexity",
+    ),
     "an unknown scorer": (
         lambda: expand_scorers(["accuracy", "liner"], USUAL),
         "unknown scorer 'liner'.*did you mean 'linear'",

@@ -7,6 +7,7 @@ from test_tasks import GOOD
 
 from lapa2_interp._util.errors import DataError, TaskError
 from lapa2_interp.generation.banned_words import BannedWords
+from lapa2_interp.methods.chat import chat_task
 from lapa2_interp.methods.registry import load_task
 from lapa2_interp.models import load_tokenizer
 from lapa2_interp.tasks.prompts import read_prompts
@@ -128,6 +129,13 @@ def barred(word):
 
 
 CALLS = {
+    **{
+        f"words of the span {span}": (
+            lambda span=span: chat_task([{"role": "system", "content": "{prompt}"}], span, prompts=["Hi."]).words("custom"),
+            f"the prefix '{span}' of task 'custom' names a span of its chat .* give the text: as phrase:TEXT",
+        )
+        for span in ("system", "phrase:{prompt}")
+    },
     "one prefix for all": (
         lambda: load_task("sentiment").with_prefix("Very good:"),
         "prefix 'Very good:' is the same for all attributes; write {attribute}",
