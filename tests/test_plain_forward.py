@@ -455,10 +455,11 @@ ERRORS = [
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("owner", "name", "change"), ERRORS, ids=[error[1] for error in ERRORS])
-def test_a_wrong_bias_is_seen(owner, name, change, kind, tmp_path, drawn, monkeypatch):
+def test_a_wrong_bias_is_seen(kind, tmp_path, drawn, monkeypatch):
     case, rules = Case("GPT-2+Prefix", "tiny-llama"), ({"alpha": 1.0},)
     compare(case, kind, rules, tmp_path, drawn)
-    monkeypatch.setattr(owner, name, change(getattr(owner, name)))
-    with pytest.raises(AssertionError, match=r"Not equal to tolerance|\[\d"):
-        compare(case, kind, rules, tmp_path, drawn)
+    for owner, name, change in ERRORS:
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, change(getattr(owner, name)))
+            with pytest.raises(AssertionError, match=r"Not equal to tolerance|== \["):
+                compare(case, kind, rules, tmp_path, drawn)
