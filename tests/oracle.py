@@ -60,6 +60,17 @@ def oracle_bias(
     return bias
 
 
+def _before_rotation(attention, keys):
+    """The keys [1 slot kv_head d_head] that a HookedTransformer turns into these in each pass."""
+    if attention.cfg.positional_embedding_type != "rotary":
+        return keys
+    _, slots, _, d_head = keys.shape
+    axes = torch.eye(d_head, dtype=torch.float64)[:, None, None].expand(-1, slots, 1, -1)
+    turned_axes = attention.apply_rotary(axes)[:, :, 0].permute(1, 2, 0).double()
+    back = torch.linalg.solve(turned_axes, keys[0].double().transpose(1, 2))
+    return back.transpose(1, 2)[None].to(keys.dtype)
+
+
 def _behind(model, prefix, n):
     """What a forward pass needs to read n tokens behind a soft prefix."""
     from transformers import DynamicCache
@@ -69,10 +80,11 @@ def _behind(model, prefix, n):
 
         cache = TransformerLensKeyValueCache.init_cache(model.cfg, "cpu", 1)
         for layer, entry in enumerate(cache.entries):
-            entry.past_keys, entry.past_values = (
+            keys, entry.past_values = (
                 array[layer].transpose(0, 1)[None].to(model.cfg.dtype)
                 for array in (prefix.keys, prefix.values)
             )
+            entry.past_keys = _before_rotation(model.blocks[layer].attn, keys)
         cache.previous_attention_mask = torch.ones(1, len(prefix), dtype=torch.long)
         return {"past_kv_cache": cache}
     cache = DynamicCache()

@@ -435,8 +435,10 @@ class HookedRows(_CachedRows):
                     f" shifted positions ({parameter('shifted', 'true', 'set')})"
                 )
             n_slots = soft.shape[4]
-            for entry, keys, values in zip(self.cache.entries, *soft.transpose(3, 4), strict=True):
-                entry.past_keys, entry.past_values = keys, values
+            for entry, block, keys, values in zip(
+                self.cache.entries, self.model.blocks, *soft.transpose(3, 4), strict=True
+            ):
+                entry.past_keys, entry.past_values = _before_rotation(block.attn, keys), values
             self.cache.previous_attention_mask = mask[:, :n_slots]
             mask = mask[:, n_slots:]
         logits = [
@@ -477,6 +479,22 @@ class HookedRows(_CachedRows):
         for entry in self.cache.entries:
             entry.past_keys, entry.past_values = entry.past_keys[:, :-n], entry.past_values[:, :-n]
         self.cache.previous_attention_mask = self.cache.previous_attention_mask[:, :-n]
+
+
+def _before_rotation(
+    attention: Any, keys: Float[Tensor, "row slot kv_head d_head"]
+) -> Float[Tensor, "row slot kv_head d_head"]:
+    """Keys of soft slots as a HookedTransformer's cache holds keys: it turns all of them by their
+    positions in each pass, and soft prefixes are stored as they are after that."""
+    if attention.cfg.positional_embedding_type != "rotary":
+        return keys
+    cos, sin = (
+        table[: keys.shape[1], None].to(keys.device, torch.promote_types(keys.dtype, torch.float32))
+        for table in (attention.rotary_cos, attention.rotary_sin)
+    )
+    turned, others = keys.tensor_split([cos.shape[2]], dim=3)
+    back = turned * cos - attention.rotate_every_two(turned) * sin
+    return torch.cat([(back / (cos**2 + sin**2)).to(keys.dtype), others], dim=3)
 
 
 class RecomputedRows:
