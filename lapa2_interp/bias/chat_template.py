@@ -16,6 +16,10 @@ PLACEHOLDER = "\ue000"
 """A private-use character that replaces a message's text, to see where a chat template puts it."""
 REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 """Fields of a message that templates render as its reasoning; all have the same text."""
+MEDIA_FIELDS = (
+    "image", "images", "image_url", "audio", "audios", "video", "videos", "file", "files"
+)  # fmt: skip
+"""Fields of a message that hold what no token of a text stands for."""
 GENERATION_TAG = re.compile(r"\{%[-+]?\s*(end)?generation\s*[-+]?%\}")
 """A tag that transformers adds to the template language; it renders nothing."""
 RESERVED_ARGUMENTS = ("messages", "add_generation_prompt")
@@ -66,8 +70,15 @@ def render_chat(
         wrong = next((message for message in messages if not _is_message(message)), None)
         raise LayoutError(
             'a chat is a list of messages {"role": ..., "content": ...}, both of them text (join'
-            f" the texts of parts); found {str(wrong or messages)[:200]}"
+            " the texts of parts; leave out images and other parts, which are not read); found"
+            f" {str(wrong or messages)[:200]}"
         )
+    for number, message in enumerate(messages, 1):
+        if media := [name for name in MEDIA_FIELDS if message.get(name)]:
+            raise LayoutError(
+                f"message {number} of the chat has {media[0]!r}, and only texts are read; leave it"
+                " out"
+            )
     chat = [dict(message) for message in messages]
     part, phrase = _find_span(chat[:n_searched], span)
 

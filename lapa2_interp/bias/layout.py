@@ -223,9 +223,10 @@ class Layout:
                 may repeat a phrase.
 
         Raises:
-            LayoutError: The tokenizer has no offsets or no template; the template refuses or
-                changes a message, or does not read an argument; there is no such message or
-                phrase, or several; or the phrase begins or ends inside a token.
+            LayoutError: The tokenizer has no offsets or no template; a message has an image or
+                another part that is no text; the template refuses or changes a message, or does not
+                read an argument; there is no such message or phrase, or several; or the phrase
+                begins or ends inside a token.
         """
         tokenizer = require_tokenizer(tokenizer)
         if not tokenizer.is_fast or not tokenizer.chat_template:

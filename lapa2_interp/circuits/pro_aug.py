@@ -207,6 +207,13 @@ def _check_method(method: Method, branches: Sequence[Branch]) -> None:
             f"{method.name} prepares for its prompts; choose its pro_aug by hand"
             f" ({parameter('pro_aug', 'true', 'set')})"
         )
+    for branch in branches:
+        if branch.hidden or branch.chat is not None or branch.layers is not None:
+            raise CircuitError(
+                f"branch {branch.name!r} of {method.name} hides its prefix, is a chat or lists"
+                " layers, which the passes of a slope do not; choose its pro_aug by hand"
+                f" ({parameter('pro_aug', 'true', 'set')})"
+            )
 
 
 class _BranchForwards:

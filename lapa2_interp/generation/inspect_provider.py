@@ -9,27 +9,32 @@ samples at once, and a block belongs to one thread, so one worker answers them i
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from time import perf_counter
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from inspect_ai.model import (
     ChatCompletionChoice,
     ChatMessage,
     ChatMessageAssistant,
+    ChatMessageTool,
     GenerateConfig,
     ModelAPI,
     ModelOutput,
     ModelUsage,
+    StopReason,
     modelapi,
 )
 from inspect_ai.tool import ToolChoice, ToolInfo
-from transformers import StopStringCriteria
+from pydantic import Field
+from torch import Tensor
 
 from lapa2_interp._util.errors import AugmentationError, GridError, LayoutError
+from lapa2_interp._util.values import Count, Natural, NotNegative, check_value
 from lapa2_interp.attention.hooked import augmented
 from lapa2_interp.bias.augmentation import Augmentation
 from lapa2_interp.bias.layout import Layout
@@ -37,16 +42,29 @@ from lapa2_interp.bias.recipes import resolve_recipes
 from lapa2_interp.models.card import model_card
 from lapa2_interp.models.load import load_model
 
-SETTINGS = ("max_tokens", "temperature", "top_p", "top_k", "seed", "stop_seqs")
-"""What of Inspect's configuration decides an answer here."""
-REFUSED = (
-    "num_choices", "best_of", "logprobs", "top_logprobs", "prompt_logprobs", "logit_bias",
-    "frequency_penalty", "presence_penalty", "response_schema", "extra_body", "reasoning_effort",
-    "reasoning_tokens", "modalities",
-)  # fmt: skip
-"""What would decide it elsewhere; all else is about connections."""
-ONE = {"num_choices": 1, "best_of": 1}
-"""Of those, what asks for nothing."""
+SETTINGS: dict[str, Any] = {
+    "max_tokens": Count,
+    "temperature": NotNegative,
+    "top_p": Annotated[float, Field(gt=0, le=1)],
+    "top_k": Natural,
+    "seed": int,
+    "stop_seqs": tuple[Annotated[str, Field(min_length=1)], ...],
+}
+"""What of Inspect's configuration decides an answer here, and its values."""
+BESIDE = frozenset((
+    # Connections and the log.
+    "max_retries", "timeout", "attempt_timeout", "stream_idle_timeout", "max_connections",
+    "adaptive_connections", "extra_headers", "batch", "fallback_models", "fail_on_refusal",
+    # What Inspect does itself, or what needs tools.
+    "system_message", "reasoning_history", "cache", "cache_prompt", "max_tool_output",
+    "parallel_tool_calls", "internal_tools",
+))  # fmt: skip
+"""What decides no answer; all else is refused."""
+NOTHING = {
+    "num_choices": 1, "best_of": 1, "reasoning_effort": "none", "reasoning_summary": "none",
+    "reasoning_mode": "standard",
+}  # fmt: skip
+"""Values of the rest that ask for nothing, beside zero and what is empty."""
 DEFAULT_LENGTH = 256
 """Tokens of an answer where the configuration names none."""
 
@@ -63,8 +81,8 @@ class SteeredChatAPI(ModelAPI):
     Args:
         model_name: As of `load_model`, with a chat template.
         base_url, api_key: Not used.
-        config: Inspect's settings of generation. Temperature 0 is greedy; what is not given is as
-            the model's own generation configuration has it.
+        config: Inspect's settings of generation. Temperature 0 is greedy, and at any other a token
+            is drawn; what is not given is as the model's own generation configuration has it.
         alpha: The strength of LaPA2; 0 is the model without it.
         augmentation: A recipe in its place, such as "instaboost:M=5".
         span: The part of the chat: "system", "turn:2" or "phrase:TEXT" (`Layout.of_chat`).
@@ -117,15 +135,24 @@ class SteeredChatAPI(ModelAPI):
         """The answer to a chat.
 
         Raises:
-            GridError: Tools, or a setting that has no meaning here.
-            LayoutError: As `Layout.of_chat`; or the chat fills the context.
+            GridError: Tools, or a setting that has no meaning here or is out of range.
+            LayoutError: As `Layout.of_chat`; a message has anything but text; or the chat fills the
+                context.
         """
-        if tools:
+        if tools or tool_choice not in ("auto", "none"):
             raise GridError("lapa2 models call no tools; leave the task's tools out")
-        for name in REFUSED:
-            if (value := getattr(config, name, None)) and value != ONE.get(name):
-                raise GridError(f"lapa2 models take {', '.join(SETTINGS)}; found {name}={value!r}")
-        messages = [{"role": message.role, "content": message.text} for message in input]
+        for name in type(config).model_fields:
+            value = getattr(config, name)
+            if name in SETTINGS:
+                check_value(name, value, SETTINGS[name] | None, GridError)
+            elif name not in BESIDE and value and value != NOTHING.get(name):
+                raise GridError(
+                    f"lapa2 models take {', '.join(SETTINGS)}; found {name}={value!r}; leave it out"
+                )
+        messages = [
+            {"role": message.role, "content": _text_of(message, i)}
+            for i, message in enumerate(input, 1)
+        ]
         answer = partial(self._answer, messages, config)
         return await asyncio.get_running_loop().run_in_executor(self.worker, answer)
 
@@ -143,6 +170,7 @@ class SteeredChatAPI(ModelAPI):
                 f"the chat has {len(layout)} tokens, and the context of {self.model_name}"
                 f" {model.cfg.n_ctx}; give a shorter chat"
             )
+        longest = config.max_tokens or DEFAULT_LENGTH
         ids = layout.tensor.to(model.cfg.device)
         settings: dict[str, Any] = {
             name: value
@@ -152,7 +180,12 @@ class SteeredChatAPI(ModelAPI):
         if settings.get("temperature") == 0:
             settings = {}
         if stops := config.stop_seqs or []:
-            settings["stopping_criteria"] = [StopStringCriteria(model.tokenizer, stops)]
+
+            def has_stop(read: Tensor, scores: Any, **_: Any) -> Tensor:
+                made = read[0, len(layout) :].tolist()
+                return torch.tensor([self._before_stop(made, stops) is not None]).to(read.device)
+
+            settings["stopping_criteria"] = [has_stop]
         # The answer.
         if config.seed is not None:
             torch.manual_seed(config.seed)
@@ -160,25 +193,63 @@ class SteeredChatAPI(ModelAPI):
             made = model.original_model.generate(
                 ids,
                 attention_mask=torch.ones_like(ids),
-                max_new_tokens=min(config.max_tokens or DEFAULT_LENGTH, left),
+                max_new_tokens=min(longest, left),
                 do_sample=config.temperature != 0,
-                eos_token_id=list(self.ends),
-                pad_token_id=self.ends[0],
+                eos_token_id=list(self.ends) or None,
+                pad_token_id=next(iter(self.ends), 0),  # one row needs none
                 **settings,
             )
         tokens = made[0, ids.shape[1] :].tolist()
-        text = model.tokenizer.decode(tokens, skip_special_tokens=True)
-        cut = min((at for stop in stops if (at := text.find(stop)) >= 0), default=None)
-        ended = cut is not None or tokens[-1] in self.ends
+        text = self._before_stop(tokens, stops)
+        reason: StopReason = "stop"
+        if text is None:
+            text = model.tokenizer.decode(tokens, skip_special_tokens=True)
+            if tokens[-1] not in self.ends:
+                reason = "max_tokens" if longest <= left else "model_length"
         usage = ModelUsage(
             input_tokens=len(layout),
             output_tokens=len(tokens),
             total_tokens=len(layout) + len(tokens),
         )
-        message = ChatMessageAssistant(content=text[:cut], model=self.model_name, source="generate")
-        choice = ChatCompletionChoice(
-            message=message, stop_reason="stop" if ended else "max_tokens"
-        )
+        message = ChatMessageAssistant(content=text, model=self.model_name, source="generate")
         return ModelOutput(
-            model=self.model_name, choices=[choice], usage=usage, time=perf_counter() - began
+            model=self.model_name,
+            choices=[ChatCompletionChoice(message=message, stop_reason=reason)],
+            usage=usage,
+            time=perf_counter() - began,
         )
+
+    def _before_stop(self, tokens: Sequence[int], stops: Sequence[str]) -> str | None:
+        """The answer up to the first of the stops in it, or None. A stop that names a special token
+        is looked for in the text with such tokens, any other in the text without."""
+        tokenizer = self.model.tokenizer
+        added = tokenizer.added_tokens_decoder.values()
+        marks = [token.content for token in added if token.special]
+        plain = tokenizer.decode(tokens, skip_special_tokens=True)
+        whole, before = tokenizer.decode(tokens), []
+        for stop in stops:
+            searched = whole if any(mark in stop for mark in marks) else plain
+            text, found, _ = searched.partition(stop)
+            if found:
+                before.append(re.sub("|".join(map(re.escape, marks)), "", text))
+        return min(before, key=len, default=None)
+
+
+def _text_of(message: ChatMessage, number: int) -> str:
+    """The text of a message of text.
+
+    Raises:
+        LayoutError: It has tool calls, is a tool's, or has a part that is no text.
+    """
+    other = [] if isinstance(message.content, str) else [part.type for part in message.content]
+    if isinstance(message, ChatMessageTool) or getattr(message, "tool_calls", None):
+        found, next_step = "belongs to a call of a tool", "leave the task's tools out"
+    elif kinds := [kind for kind in dict.fromkeys(other) if kind != "text"]:
+        found, next_step = f"has parts that are no text: {', '.join(kinds)}", "leave them out"
+        if kinds == ["reasoning"]:
+            next_step += " by reasoning_history='none'"
+    else:
+        return message.text
+    raise LayoutError(
+        f"message {number} ({message.role}) {found}; lapa2 models read text alone, so {next_step}"
+    )

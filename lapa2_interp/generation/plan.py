@@ -237,7 +237,8 @@ def plan_batches(model: Model, cell: Cell, context: MethodContext | None = None)
 
     Raises:
         ModelError: The model is not the cell's.
-        MethodError: The method cannot prepare for a prompt, or needs a context.
+        MethodError: The method cannot prepare for a prompt, needs a context, or does not declare
+            that it changes the network.
         LayoutError, AugmentationError: As `arrange`.
         PrefixError: A soft prefix the method names is not there, or belongs to another model.
     """
@@ -313,7 +314,13 @@ def _prepare(method: Method, context: MethodContext, cell: Cell) -> tuple[Prepar
         len(cell.prompts), f"preparing {method.name} {cell.attribute}", "prompt"
     ) as bar:
         for prompt in cell.prompts:
-            prepared.append(method.prepare(context, cell.task, cell.attribute, prompt))
+            made = method.prepare(context, cell.task, cell.attribute, prompt)
+            if (made.shifts or made.reminder) and not method.changes_network:
+                raise MethodError(
+                    f"{method.name} prepares shifts or a reminder, so the network is another while"
+                    " it decodes; declare changes_network = True in its class"
+                )
+            prepared.append(made)
             bar.update()
     return tuple(prepared)
 

@@ -108,8 +108,9 @@ class Prepared:
         prefixes: By branch, the text before this prompt, if it replaces the branch's text.
         summary: A summary for readers of the run, as JSON.
         shifts: By layer, a vector that is added to the residual stream at every generated token,
-            [d_model]; equal for all prompts of a run.
-        reminder: What is read between new tokens; equal for all prompts of a run.
+            [d_model]; equal for all prompts of a run. It needs `Method.changes_network`.
+        reminder: What is read between new tokens; equal for all prompts of a run. It needs
+            `Method.changes_network`.
     """
 
     known: Any = None
@@ -216,7 +217,7 @@ class Method(ABC):
             ours.
         reads_prompt: True if `begin` needs the prompt's log-likelihood under every branch.
         changes_network: True if the network is another while it decodes; then `lapa2 view` cannot
-            read a text again.
+            read a text again, and `runs.MethodProcessor` cannot write one.
     """
 
     name: ClassVar[str]

@@ -356,7 +356,10 @@ CHATS = [
     (CHAT, {"span": "reasoning:2"}, "turn 2 has no reasoning; give its message a text 'reasoning_content'", TEMPLATE),
     (CHAT, {"span": "reasoning:9"}, "no turn 9", TEMPLATE),
     (THOUGHT, {"span": "reasoning:2", "template": {"drop": True}}, "does not write the reasoning of message 3 once", TEMPLATE),
-    ([{"role": "user", "content": [{"type": "text", "text": "a"}]}], {"span": "turn:1"}, f"{TEXT} .join the texts of parts.; found .*'type'", TEMPLATE),
+    ([{"role": "user", "content": [{"type": "text", "text": "a"}]}], {"span": "turn:1"}, f"{TEXT} .join the texts of parts; .*; found .*'type'", TEMPLATE),
+    *(([{"role": "user", "content": text, name: value}], {"span": "turn:1"}, f"message 1 of the chat has '{name}', and only texts", TEMPLATE)
+      for text in ("What is this?", None)
+      for name, value in {"images": ["lake.png"], "audio": {"data": "UklGRg=="}, "image_url": {"url": "lake.png"}}.items()),
     ([{"role": "user", "content": None}], {"span": "turn:1"}, TEXT, TEMPLATE),
     ([{"role": 3, "content": "a"}], {"span": "turn:1"}, TEXT, TEMPLATE),
     (CHAT, {}, "refuses these messages: no system role", "{{ raise_exception('no system role') }}"),

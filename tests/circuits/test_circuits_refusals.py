@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import cache
+from unittest import mock
 
 import pytest
 from accelerate import cpu_offload
@@ -30,6 +31,8 @@ from lapa2_interp.circuits.prefix_attention import alpha_at_prefix_attention
 from lapa2_interp.circuits.pro_aug import prompt_slope
 from lapa2_interp.circuits.selection import Selection, select
 from lapa2_interp.circuits.units import Unit, head_pairs
+from lapa2_interp.methods.base import Branch
+from lapa2_interp.methods.preadd import Preadd
 from lapa2_interp.methods.registry import load_task
 from lapa2_interp.models.load import load_transformers, wrap_in_bridge
 from lapa2_interp.tasks.task import Task
@@ -632,6 +635,13 @@ def raw(method="air-decoding", **settings):
     return prompt_slope(load("planted"), "sentiment", method, **settings)
 
 
+def raw_with_branch(**fields):
+    """A method whose second branch is no plain pass over its prefix."""
+    branches = Branch("base"), Branch("prefix", "Very positive:", **fields)
+    with mock.patch.object(Preadd, "branches", return_value=branches):
+        return raw("preadd")
+
+
 FEW = "1 prompts are too few to decide by"
 CHOICES = {
     "a goal of almost nothing": (
@@ -734,6 +744,13 @@ CHOICES = {
         lambda: raw("palette"),
         "palette has no raw branch with a switch pro_aug",
     ),
+    **{
+        f"a branch with {fields}": (
+            lambda fields=fields: raw_with_branch(**fields),
+            "branch 'prefix' of preadd hides its prefix, is a chat or lists layers",
+        )
+        for fields in ({"hidden": True}, {"layers": ()}, {"layers": (1,)})
+    },
     "a decision by one prompt": (lambda: raw(prompts=["The lake"]), FEW),
     "a decision by one prompt eight times": (lambda: raw(prompts=["The lake"] * 8), FEW),
     "a decision by a text": (lambda: raw(prompts="The lake"), FEW),

@@ -1,5 +1,7 @@
 """What the room refuses: a call, and what its one line says."""
 
+from unittest.mock import patch
+
 import pytest
 import torch
 from conftest import fresh, load
@@ -19,6 +21,7 @@ from lapa2_interp._util.errors import (
 from lapa2_interp.generation.resolve import cell_of
 from lapa2_interp.generation.teacher_forcing import teacher_forced
 from lapa2_interp.methods.chat import chat_task
+from lapa2_interp.methods.registry import known_methods
 
 ASKED = {"attribute": "positive", "dtype": "float32"}
 LONG = "x" * 5_000_000
@@ -56,6 +59,12 @@ def without_numbers():
     model = fresh("tiny-gpt2")
     next(weight for name, weight in model.named_parameters() if "mlp" in name).data.fill_(torch.nan)
     made(model)
+
+
+def undeclared(method, parameters):
+    """A method that acts on the network, and does not say so."""
+    with patch.object(known_methods()[method], "changes_network", False):
+        made(load("tiny-gpt2"), method=method, parameters=parameters)
 
 
 def chat(read, context=None):
@@ -97,6 +106,14 @@ CALLS = {
     },
     "a prefix of millions of letters": (lambda: Layout.of(load("tiny-gpt2").tokenizer, LONG, "The lake"),
      "the prefix 'xxxx.* has 5000000 letters"),
+    **{
+        f"a silent change of the network by {method}": (
+            lambda row=(method, parameters): undeclared(*row),
+            f"{method} prepares shifts or a reminder, .* declare changes_network = True",
+            MethodError,
+        )
+        for method, parameters in (("caa", {"strength": 1.0}), ("remind", {"every": 4}))
+    },
     # A given text.
     "an empty text": (lambda: forced([[]]), "found 1 texts, one empty", TraceError),
     "no trace": (lambda: forced([[5]], trace="none"), "found trace 'none'", TraceError),

@@ -1,16 +1,36 @@
 """The provider of Inspect, and the task in analyses/inspect."""
 
+import asyncio
 from pathlib import Path
 
 import pytest
 from conftest import load
 from inspect_ai import Task, eval
 from inspect_ai.dataset import Sample
-from inspect_ai.model import ChatMessageSystem, ChatMessageUser, get_model
+from inspect_ai.model import (
+    ChatMessageAssistant,
+    ChatMessageSystem,
+    ChatMessageTool,
+    ChatMessageUser,
+    ContentAudio,
+    ContentData,
+    ContentDocument,
+    ContentImage,
+    ContentReasoning,
+    ContentText,
+    ContentToolUse,
+    ContentVideo,
+    GenerateConfig,
+    ResponseSchema,
+    get_model,
+)
 from inspect_ai.solver import generate
+from inspect_ai.tool import ToolCall, ToolInfo
+from inspect_ai.util import JSONSchema
 
 from lapa2_interp import Augmentation, Layout, augmented
-from lapa2_interp._util.errors import AugmentationError
+from lapa2_interp._util.errors import AugmentationError, GridError, LayoutError
+from lapa2_interp.generation import inspect_provider
 
 pytestmark = pytest.mark.filterwarnings(  # Inspect's, about what it uses itself
     "ignore::DeprecationWarning", "ignore::pytest.PytestUnraisableExceptionWarning"
@@ -26,6 +46,25 @@ SETTINGS = {"max_tokens": 6, "temperature": 0, "display": "none"}
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def api():
+    made = inspect_provider.SteeredChatAPI("smollm2-135m", alpha=0.5, device="cpu", dtype="float32")
+    yield made
+    made.close()
+
+
+SYSTEM = ChatMessageSystem(content=CHAT[0]["content"])
+USER = ChatMessageUser(content=CHAT[1]["content"])
+TEXT = ContentText(text=CHAT[1]["content"])
+
+
+def answer(api, *messages, tools=(), choice="auto", **settings):
+    """The answer to a chat, why it ended, and its tokens; greedy, 10 tokens at most by default."""
+    config = GenerateConfig(**{"temperature": 0, "max_tokens": 10} | settings)
+    made = asyncio.run(api.generate(list(messages) or [SYSTEM, USER], list(tools), choice, config))
+    return made.completion, made.stop_reason, made.usage.output_tokens
 
 
 def evaluated(task, tmp_path, model="lapa2/smollm2-135m", settings=SETTINGS, **arguments):
@@ -79,6 +118,142 @@ def test_what_it_refuses_is_the_error_of_the_run(arguments, settings, message, t
     log = evaluated(task, tmp_path, settings=SETTINGS | settings, **arguments)
     assert log.status == "error"
     assert message in log.error.message
+
+
+def test_a_stop_is_looked_for_in_the_answer_alone(api):
+    """The text before the answer ends with "assistant" and a line break."""
+    plain, reason, n = answer(api)
+    assert (reason, n) == ("max_tokens", 10)
+    first = plain.split()[0]
+    for stop in (f"\n{first}", f"assistant\n{first}", "assistant", "sailor.", "<|im_start|>"):
+        assert stop not in plain
+        assert answer(api, stop_seqs=[stop]) == (plain, "max_tokens", 10)
+
+
+def test_a_stop_cuts_the_answer_wherever_it_begins_and_ends(api):
+    """Also inside tokens, and in the last token that there may be."""
+    plain, _, _ = answer(api)
+    tokenizer = api.model.tokenizer
+    for start in range(2, 8):
+        stop = plain[start : start + 3]
+        begin = plain.index(stop)
+        made, reason, n = answer(api, stop_seqs=["never", stop])
+        assert (made, reason) == (plain[:begin], "stop")
+    assert answer(api, stop_seqs=[stop], max_tokens=n) == (plain[:begin], "stop", n)
+    shorter = tokenizer.decode(tokenizer(plain, add_special_tokens=False).input_ids[: n - 1])
+    assert answer(api, stop_seqs=[stop], max_tokens=n - 1) == (shorter, "max_tokens", n - 1)
+    # Of two stops the first in the answer counts.
+    first = plain[: plain.index(plain[2:5])]
+    assert answer(api, stop_seqs=[plain[6:9], plain[2:5]])[:2] == (first, "stop")
+
+
+def test_an_end_token_stops_and_leaves_no_text(api, monkeypatch):
+    plain, _, _ = answer(api)
+    first, second = api.model.tokenizer(plain, add_special_tokens=False).input_ids[:2]
+    monkeypatch.setattr(api, "ends", (second,))
+    text = api.model.tokenizer.decode([first, second])
+    for most in (2, 10):
+        assert answer(api, max_tokens=most) == (text, "stop", 2)
+    monkeypatch.setattr(api, "ends", ())
+    assert answer(api) == (plain, "max_tokens", 10)
+
+
+@pytest.mark.parametrize(
+    ("text", "stop", "before"),
+    [
+        ("A lake<|im_start|>user", "<|im_start|>", "A lake"),
+        ("A lake\n<|im_start|>user", "\n<|im_start|>user", "A lake"),
+        ("A<|im_start|> lake<|im_start|>user", "<|im_start|>user", "A lake"),
+        ("A lake<|im_end|>", "end", None),
+        ("A lake<|im_end|>", "im_", None),
+    ],
+)
+def test_only_a_stop_that_names_a_special_token_is_looked_for_in_them(api, text, stop, before):
+    tokens = api.model.tokenizer(text, add_special_tokens=False).input_ids
+    assert api._before_stop(tokens, [stop]) == before
+
+
+def test_the_end_of_the_context_is_told(api, monkeypatch):
+    length = len(Layout.of_chat(api.model, CHAT))
+    monkeypatch.setattr(api.model.cfg, "n_ctx", length + 3)
+    assert answer(api)[1:] == ("model_length", 3)
+    assert answer(api, max_tokens=3)[1:] == ("max_tokens", 3)
+
+
+def test_parts_of_text_are_their_lines(api):
+    parts = [ContentText(text="Who are"), ContentText(text="you?")]
+    joined = ChatMessageUser(content="Who are\nyou?")
+    assert answer(api, SYSTEM, ChatMessageUser(content=parts)) == answer(api, SYSTEM, joined)
+
+
+CALL = ToolCall(id="1", function="look_up", arguments={})
+PARTS = {
+    "image": ContentImage(image="data:image/png;base64,iVBORw0KGgo="),
+    "audio": ContentAudio(audio="data:audio/wav;base64,UklGRg==", format="wav"),
+    "video": ContentVideo(video="data:video/mp4;base64,AAAA", format="mp4"),
+    "document": ContentDocument(document="data:text/plain;base64,YQ=="),
+    "data": ContentData(data={"a": 1}),
+    "tool_use": ContentToolUse(
+        tool_type="web_search", id="1", name="look_up", arguments="{}", result="a"
+    ),
+    "reasoning": ContentReasoning(reasoning="Hm."),
+}
+
+
+@pytest.mark.parametrize("kind", PARTS)
+def test_a_part_that_is_no_text_is_refused_by_name(api, kind):
+    role = ChatMessageAssistant if kind in ("reasoning", "tool_use", "data") else ChatMessageUser
+    for content in ([PARTS[kind]], [TEXT, PARTS[kind]]):
+        with pytest.raises(LayoutError, match=f"^message 3 .* has parts that are no text: {kind};"):
+            answer(api, SYSTEM, USER, role(content=content))
+
+
+def test_calls_of_tools_are_refused(api):
+    called = ChatMessageAssistant(content="I look.", tool_calls=[CALL])
+    for message in (called, ChatMessageTool(content="42", function="look_up")):
+        with pytest.raises(LayoutError, match="message 3 .* belongs to a call of a tool"):
+            answer(api, SYSTEM, USER, message)
+    with pytest.raises(GridError, match="call no tools"):
+        answer(api, tools=[ToolInfo(name="look_up", description="Look up.")])
+    with pytest.raises(GridError, match="call no tools"):
+        answer(api, choice="any")
+
+
+DECIDING = {
+    "num_choices": 2, "best_of": 2, "logprobs": True, "top_logprobs": 2, "prompt_logprobs": 1,
+    "logit_bias": {5: 1.0}, "frequency_penalty": 0.5, "presence_penalty": 0.5, "verbosity": "low",
+    "effort": "low", "reasoning_effort": "low", "reasoning_mode": "pro", "reasoning_tokens": 8,
+    "reasoning_summary": "auto", "extra_body": {"min_p": 0.1}, "modalities": ["image"],
+    "response_schema": ResponseSchema(name="a", json_schema=JSONSchema(type="object")),
+}  # fmt: skip
+"""Settings that would decide an answer, of which this provider has none."""
+
+
+def test_every_setting_of_inspect_is_followed_beside_the_answer_or_refused(api):
+    sets = ({*inspect_provider.SETTINGS}, inspect_provider.BESIDE, {*DECIDING})
+    assert set.union(*map(set, sets)) == {*GenerateConfig.model_fields}
+    assert sum(map(len, sets)) == len(GenerateConfig.model_fields)
+    for name, value in DECIDING.items():
+        with pytest.raises(GridError, match=f"found {name}=.*; leave it out"):
+            answer(api, **{name: value})
+    nothing = {"logprobs": False, "presence_penalty": 0.0, "logit_bias": {}}
+    assert answer(api, **nothing, **inspect_provider.NOTHING) == answer(api)
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [{"max_tokens": 0}, {"temperature": -1}, {"top_p": 0}, {"top_p": 1.5}, {"top_k": -1},
+     {"stop_seqs": [""]}],
+    ids=str,
+)  # fmt: skip
+def test_a_value_out_of_range_is_refused(api, setting):
+    with pytest.raises(GridError, match=f"^{next(iter(setting))}: .* found"):
+        answer(api, **setting)
+
+
+def test_a_seed_decides_the_drawn_answer(api):
+    made = [answer(api, temperature=1, seed=seed) for seed in (1, 1, 2)]
+    assert made[0] == made[1] != made[2]
 
 
 def test_two_strengths_are_refused():
