@@ -18,6 +18,7 @@ from lapa2_interp._util.errors import (
 )
 from lapa2_interp.generation.resolve import cell_of
 from lapa2_interp.generation.teacher_forcing import teacher_forced
+from lapa2_interp.methods import registry as methods
 from lapa2_interp.methods.chat import chat_task
 
 ASKED = {"attribute": "positive", "dtype": "float32"}
@@ -28,6 +29,10 @@ SETTINGS = [
     ({"length": 0}, "length: input should be greater than or equal to 1, found 0", Lapa2Error),
     ({"samples": 0}, "samples: input should be greater than or equal to 1", Lapa2Error),
     ({"top_k": 0}, "top_k: input should be greater than or equal to 1, found 0", Lapa2Error),
+    *(({"temperature": value}, f"temperature: takes a number from 1e-30 to 1e30; .*; found {value}", Lapa2Error)
+      for value in (0, 1e-44, 1e-300, 1e300, -1.0)),
+    ({"method": methods.get("caa", strength=1e300)},
+     "tiny-gpt2 are not numbers .NaN. at step 0: caa has strength=1e.300; strength is so large", MethodError),
     ({"prompts": ("The lake", "The lake")}, "given twice"),
     ({"prompts": ("",)}, "tokenises to nothing"),
     ({"attribute": "joyful"}, "unknown attribute 'joyful'; allowed: positive, negative", TaskError),
@@ -36,7 +41,7 @@ SETTINGS = [
     ({"patterns": [(0, 7)]}, r"head \(0, 7\) does not exist", Lapa2Error),
     ({"prompts": ()}, "prompts is an empty list; give at least one text"),
     ({"patterns": [(0, 1)], "trace": "none"}, "patterns are part of a trace", Lapa2Error),
-]
+]  # fmt: skip
 """Settings of texts of tiny-gpt2."""
 TURNS = [
     ({"samples": 2}, "goes on from one sample of each prompt, and samples is 2", MethodError),
