@@ -43,8 +43,8 @@ SAMPLE = Layout(ids=(0, 0, 0), tokens=(), n_bos=1, l_pre=1, l_pro=1, counted=1)
 """A row from which an augmentation's layers are known before the first pass."""
 GUESSES = (
     "as generation does that guesses several tokens ahead; with find=, all tokens of the first pass"
-    " count as the prompt, also guesses; leave out prompt_lookup_num_tokens and assistant models, or"
-    " give augmented(...) layouts"
+    " count as the prompt, also guesses; leave out prompt_lookup_num_tokens and assistant models,"
+    " or give augmented(...) layouts"
 )
 """The end of the sentence about a pass that reads guesses."""
 
@@ -187,13 +187,15 @@ class FoundRows:
         first_pass, left = rows.check.live.shape[1], int(cache.get_seq_length())
         if left < first_pass:
             raise LayoutError(
-                f"the cache was cut to {left} of the {first_pass} tokens of its first pass, {GUESSES}"
+                f"the cache was cut to {left} of the {first_pass} tokens of its first pass,"
+                f" {GUESSES}"
             )
         if ids.shape[1] > 1:
             raise LayoutError(
                 f"the pass reads {ids.shape[1]} more tokens behind its cache, and spans are found"
                 " in the first pass alone; read a prompt in one pass (no prefill_chunk_size, no"
-                " prompt_lookup_num_tokens, no assistant model, no cache of earlier turns), or give layouts"
+                " prompt_lookup_num_tokens, no assistant model, no cache of earlier turns), or give"
+                " layouts"
             )
         if not rows.can_grow:
             raise LayoutError(

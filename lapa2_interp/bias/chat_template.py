@@ -217,8 +217,8 @@ def _find_span(chat: Sequence[Message], span: str) -> tuple[MessageText, str]:
         turn = whole_number(rest)
         if turn is None or not 1 <= turn <= len(turns):
             raise LayoutError(
-                f"there is no turn {rest[:20]}; the chat has turns 1 to {len(turns)} beside its system"
-                f" message (roles: {roles})"
+                f"there is no turn {rest[:20]}; the chat has turns 1 to {len(turns)} beside its"
+                f" system message (roles: {roles})"
             )
         marked = (contents if kind == "turn" else reasonings)[turns[turn - 1]]
         phrase = marked.text

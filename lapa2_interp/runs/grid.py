@@ -126,9 +126,14 @@ def load_grid(
     except ValueError as error:
         raise GridError(f"grid {name}: {error}; `lapa2 grids` ends with an example") from None
     description = str(raw.pop("description", ""))
-    blocks = raw.pop("block", [{}])
+    blocks = raw.pop("block", [raw])
     if not isinstance(blocks, list) or not all(isinstance(block, dict) for block in blocks):
         raise GridError(f"grid {name}: a block begins with [[block]], in double brackets")
+    if {} in blocks:  # what was cut from the file would be defaults
+        raise GridError(
+            f"grid {name}, block {blocks.index({}) + 1}: it has no keys; give one at least, such as"
+            " length = 128, or leave the block out (`lapa2 grids` ends with an example)"
+        )
     needs: list[str] = []
     cells: dict[str, Cell] = {}
     fields_of_blocks = [raw | block | dict(changes or {}) for block in blocks]

@@ -72,7 +72,7 @@ def with_prompt_lookup(network, ids):
 
 def in_a_cut_cache(network, ids):
     cache = network(ids, use_cache=True)[cache_name(network)]
-    cache.crop(ids.shape[1] - 2)
+    cache.crop(-2)
     network(ids[:, -2:-1], **{cache_name(network): cache})
 
 
