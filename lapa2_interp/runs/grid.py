@@ -17,6 +17,7 @@ from typing import Any
 
 from lapa2_interp._util.errors import GridError, Lapa2Error, parameter, unknown_choice
 from lapa2_interp._util.parsing import parse_toml, read_text
+from lapa2_interp._util.paths import looked_for
 from lapa2_interp._util.values import read_value
 from lapa2_interp.generation.axes import as_axis, size_of_product
 from lapa2_interp.generation.cell import Cell, same_label
@@ -116,6 +117,7 @@ def load_grid(
         except FileNotFoundError:
             raise GridError(
                 f"there is no file {name}; `lapa2 grids` ends with an example of one"
+                f"{looked_for(name)}"
             ) from None
         except (OSError, ValueError) as error:
             raise GridError(f"cannot read {name} as text: {error}") from None

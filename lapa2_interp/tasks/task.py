@@ -33,7 +33,7 @@ from lapa2_interp._util.errors import (
     validation_message,
 )
 from lapa2_interp._util.parsing import parse_toml, read_text, whole_number
-from lapa2_interp._util.paths import in_one_line, is_path, with_home
+from lapa2_interp._util.paths import in_one_line, is_path, looked_for, with_home
 from lapa2_interp._util.values import Count
 from lapa2_interp.tasks.segmentation import words
 
@@ -391,7 +391,7 @@ def _no_task(name: str) -> str:
     why = "it is no .toml file" if with_home(name).exists() else "there is no such file"
     return (
         f"no task file {in_one_line(name)}: {why}; allowed: {', '.join(built_in_tasks())}, or the"
-        " path of a .toml file"
+        f" path of a .toml file{looked_for(name)}"
     )
 
 

@@ -100,6 +100,13 @@ CALLS = {
             ("a \ud800", r"the prompt 'a \\ud800' has half a character"),
         )
     },
+    **{
+        f"an attribute beside the prefix {prefix!r}": (
+            lambda prefix=prefix: cell_of("tiny-gpt2", prefix=prefix, attribute="formal"),
+            "attribute 'formal' is none of task 'sentiment', the default, which has positive, negative; .*leave attribute out",
+            TaskError)
+        for prefix in ("Very formal:", "A {attribute} text:")
+    },
     "a prefix of millions of letters": (lambda: Layout.of(load("tiny-gpt2").tokenizer, LONG, "The lake"),
      "the prefix 'xxxx.* has 5000000 letters"),
     # A given text.
