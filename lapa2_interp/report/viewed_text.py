@@ -271,7 +271,8 @@ def recompute_attention(
             if not off <= allowed:
                 raise TraceError(
                     f"attention that was read again differs from what the run recorded, by up to"
-                    f" {off:.2g}, and {allowed:g} is allowed in {cell.dtype}; the model or its libraries are not those of the run"
+                    f" {off:.2g}, and {allowed:g} is allowed in {cell.dtype}; the model or"
+                    " its libraries are not those of the run"
                 )
         values, reason = _step_control(model, cell, selected.prompt, tokens, plans[i], number)
         no_control = no_control or reason
