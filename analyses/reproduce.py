@@ -242,10 +242,11 @@ def main() -> int:
     stopped = 0
     if not options.no_sweep:
         grids = [name for name in built_in() if name.startswith(f"{folder}/")]
-        for name in options.grids or ():
+        wanted = [name if "/" in name else f"{folder}/{name}" for name in options.grids or ()]
+        for name in wanted:
             if name not in grids:
                 raise RunError(unknown_choice("grid", name, grids))
-        grids = options.grids or grids
+        grids = wanted or grids
         asked = [word for change in changes for word in ("--set", change)]
         for name in ("engine", "workers", "address"):
             if value := getattr(options, name):

@@ -18,7 +18,7 @@ head -n 300 bases/undecided.txt > $out/topic.txt
 python - $data $out <<'END'
 import sys
 from pathlib import Path
-from lapa2_interp.tasks.task import read_prompts
+from lapa2_interp.tasks.prompts import read_prompts
 data, out = map(Path, sys.argv[1:])
 known, wider = (read_prompts(data / f"rtp_challenging_{n}.jsonl") for n in (203, 1196))
 new = [prompt for prompt in wider if prompt not in known and len(prompt.splitlines()) == 1]

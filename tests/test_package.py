@@ -1,6 +1,7 @@
 """What a user installs: the wheel alone, the lock, the notebook."""
 
 import ast
+import importlib
 import os
 import re
 import runpy
@@ -10,6 +11,7 @@ import sys
 import tomllib
 import zipfile
 from importlib.metadata import packages_distributions
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -265,6 +267,28 @@ def test_what_the_package_imports_is_declared():
         & {canonicalize_name(package) for package in of_module.get(PARTS.get(name, name), (name,))}
     ]
     assert not undeclared, "; ".join(undeclared)
+
+
+def test_what_the_scripts_import_of_the_package_is_there():
+    """Also the Python inside of shell scripts."""
+    inside = re.compile(r"^python\b[^\n]*<<\s*'?(\w+)'?\n(.*?)\n\1$", re.DOTALL | re.MULTILINE)
+    missing, files = [], {}
+    for folder in ("analyses", "figures", "docs"):
+        for file in (ROOT / folder).rglob("*.py"):
+            files[file] = [file.read_text("utf-8")]
+        for file in (ROOT / folder).rglob("*.sh"):
+            files[file] = [code for _, code in inside.findall(file.read_text("utf-8"))]
+    assert files[ROOT / "analyses" / "undecided.sh"]
+    for file, codes in files.items():
+        for node in (node for code in codes for node in ast.walk(ast.parse(code))):
+            module = node.module if isinstance(node, ast.ImportFrom) else None
+            if (module or "").partition(".")[0] != "lapa2_interp":
+                continue
+            there = importlib.import_module(module)
+            for name in (alias.name for alias in node.names):
+                if not hasattr(there, name) and not find_spec(f"{module}.{name}"):
+                    missing.append(f"{file.name}: {module}.{name}")
+    assert not missing, "; ".join(missing)
 
 
 def test_the_workflow_makes_what_the_check_makes():

@@ -7,6 +7,7 @@ Text may be compressed, as the file's ending says.
 from __future__ import annotations
 
 import json
+import re
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
@@ -90,6 +91,11 @@ def parse_toml(text: str) -> dict[str, Any]:
         ValueError: As `parse_json`.
     """
     return dict(_check_nesting(lambda: tomllib.loads(text)))
+
+
+def whole_number(text: str) -> int | None:
+    """The whole number that a text of at most 18 digits is; None of any other text."""
+    return int(text) if re.fullmatch(r"\d{1,18}", text, re.ASCII) else None
 
 
 def _check_nesting(parse: Callable[[], Any]) -> Any:

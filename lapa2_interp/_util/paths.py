@@ -59,6 +59,14 @@ def in_one_line(path: str | Path) -> str:
     return str(path) if str(path).isprintable() else repr(str(path))
 
 
+def looked_for(path: str | Path) -> str:
+    """The end of a message about a relative path to nothing: where it was looked for."""
+    full = with_home(path)
+    if full.is_absolute() or full.exists():
+        return ""
+    return f"; looked for {in_one_line(Path.cwd() / full)}"
+
+
 def taken_as_path(value: str) -> str:
     """The beginning of a message that refuses a path where only a text is taken."""
     return f"{value!r} is the path of a file or folder, or looks like one"

@@ -30,6 +30,9 @@ Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 """A finite number above 0."""
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 """A finite number of at least 0."""
+Temperature = Annotated[float, Field(ge=1e-30, le=1e30, allow_inf_nan=False)]
+"""A number by which log-weights are divided. Within the bounds float32 still tells the quotients
+apart: at the lower one the likeliest token is drawn, at the upper one all are equally likely."""
 
 NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", re.ASCII)
 """A number that TOML may refuse, such as .5"""

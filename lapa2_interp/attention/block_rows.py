@@ -41,6 +41,12 @@ FINDABLE = ("prefix", "bos", "input")
 """Spans of an augmentation that found rows have."""
 SAMPLE = Layout(ids=(0, 0, 0), tokens=(), n_bos=1, l_pre=1, l_pro=1, counted=1)
 """A row from which an augmentation's layers are known before the first pass."""
+GUESSES = (
+    "as generation does that guesses several tokens ahead; with find=, all tokens of the first pass"
+    " count as the prompt, also guesses; leave out prompt_lookup_num_tokens and assistant models,"
+    " or give augmented(...) layouts"
+)
+"""The end of the sentence about a pass that reads guesses."""
 
 
 class BlockRows:
@@ -153,6 +159,10 @@ class FoundRows:
             self._last = self._behind(cache, ids)
             return self._last
         self._check_not_read_again(ids, arguments)
+        keep = arguments.get("logits_to_keep")
+        reads_guesses = cache is not None and isinstance(keep, int) and keep > 1
+        if reads_guesses and any(rule.phase != "after_span" for rule in self.rules):
+            raise LayoutError(f"the pass asks for the logits of its last {keep} tokens, {GUESSES}")
         self._last = self._found(ids, arguments.get("attention_mask"))
         if cache is not None:
             self._by_cache[cache] = self._last
@@ -174,11 +184,18 @@ class FoundRows:
                 " spans cannot be found; read the whole text in one pass inside the block, or give"
                 " layouts"
             )
+        first_pass, left = rows.check.live.shape[1], int(cache.get_seq_length())
+        if left < first_pass:
+            raise LayoutError(
+                f"the cache was cut to {left} of the {first_pass} tokens of its first pass,"
+                f" {GUESSES}"
+            )
         if ids.shape[1] > 1:
             raise LayoutError(
                 f"the pass reads {ids.shape[1]} more tokens behind its cache, and spans are found"
                 " in the first pass alone; read a prompt in one pass (no prefill_chunk_size, no"
-                " assistant model, no cache of earlier turns), or give layouts"
+                " prompt_lookup_num_tokens, no assistant model, no cache of earlier turns), or give"
+                " layouts"
             )
         if not rows.can_grow:
             raise LayoutError(

@@ -7,11 +7,15 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lapa2_interp._util.errors import LayoutError, parameter, unknown_choice
+from lapa2_interp._util.memory import bounded_memory
+from lapa2_interp._util.parsing import check_text_length, whole_number
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Message = Mapping[str, Any]
+TEMPLATE_MEMORY = 2**30
+"""Bytes that a chat template may take."""
 PLACEHOLDER = "\ue000"
 """A private-use character that replaces a message's text, to see where a chat template puts it."""
 REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
@@ -162,18 +166,27 @@ def _apply_template(
     add_generation_prompt: bool,
     arguments: Mapping[str, Any],
 ) -> Any:
-    """The text that a chat template makes of messages, or its tokens."""
+    """The text that a chat template makes of messages, or its tokens.
+
+    Raises:
+        LayoutError: The template refuses the messages, takes more than `TEMPLATE_MEMORY`, or writes
+            a text that is too long for any model.
+    """
     try:
-        return tokenizer.apply_chat_template(
-            messages,
-            tokenize=tokenize,
-            add_generation_prompt=add_generation_prompt,
-            return_dict=False,
-            **arguments,
-        )
+        with bounded_memory(TEMPLATE_MEMORY):
+            text = tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=add_generation_prompt, **arguments
+            )
+    except MemoryError:
+        raise LayoutError(
+            "the chat template takes more memory for these messages than the"
+            f" {TEMPLATE_MEMORY / 2**30:g} GiB allowed; give the tokenizer another chat_template"
+        ) from None
     except Exception as error:  # templates are foreign code, which may raise any error
         reason = " ".join(str(error).split())[:200]
         raise LayoutError(f"the chat template refuses these messages: {reason}") from None
+    check_text_length("chat that the template writes,", text)
+    return tokenizer(text, add_special_tokens=False)["input_ids"] if tokenize else text
 
 
 def _is_message(message: Any) -> bool:
@@ -197,7 +210,7 @@ def _check_arguments(tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str,
         template = tokenizer.get_chat_template(tools=arguments.get("tools"))
         environment = Environment(extensions=["jinja2.ext.loopcontrols"])
         read = meta.find_undeclared_variables(environment.parse(GENERATION_TAG.sub("", template)))
-    except (TemplateError, ValueError) as error:
+    except (TemplateError, ValueError, RecursionError) as error:
         raise LayoutError(f"the chat template cannot be read: {error}") from None
     allowed = sorted(
         {*read} - {*RESERVED_ARGUMENTS, "raise_exception", "strftime_now", "namespace", "range"}
@@ -234,12 +247,13 @@ def _find_span(chat: Sequence[Message], span: str) -> tuple[MessageText, str]:
             )
         marked, phrase = contents[0], contents[0].text
     elif kind in ("turn", "reasoning") and rest.isdecimal():
-        if not 1 <= int(rest) <= len(turns):
+        turn = whole_number(rest)
+        if turn is None or not 1 <= turn <= len(turns):
             raise LayoutError(
-                f"there is no turn {rest}; the chat has turns 1 to {len(turns)} beside its system"
-                f" message (roles: {roles})"
+                f"there is no turn {rest[:20]}; the chat has turns 1 to {len(turns)} beside its"
+                f" system message (roles: {roles})"
             )
-        marked = (contents if kind == "turn" else reasonings)[turns[int(rest) - 1]]
+        marked = (contents if kind == "turn" else reasonings)[turns[turn - 1]]
         phrase = marked.text
         if kind == "reasoning" and not phrase:
             raise LayoutError(

@@ -47,6 +47,7 @@ from lapa2_interp._util.errors import (
 )
 from lapa2_interp._util.files import write_json
 from lapa2_interp._util.parsing import parse_object, read_text
+from lapa2_interp._util.paths import looked_for
 from lapa2_interp._util.values import Natural, check_value, numbers_checked
 from lapa2_interp._util.version import __version__
 from lapa2_interp.bias.augmentation import Augmentation
@@ -213,7 +214,9 @@ class Selection(BaseModel):
         try:
             return cls.model_validate_json(json.dumps(parse_object(read_text(Path(file)))))
         except OSError as error:
-            raise CircuitError(f"cannot read {file}: {error.strerror or error}") from error
+            raise CircuitError(
+                f"cannot read {file}: {error.strerror or error}{looked_for(file)}"
+            ) from error
         except ValueError as error:
             raise CircuitError(
                 f"{file} is not a selection ({validation_message(error)}); `lapa2 select` makes one"

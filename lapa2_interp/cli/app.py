@@ -11,15 +11,18 @@ import re
 import signal
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from cyclopts import (
+    UNSET,
     App,
     CoercionError,
     CycloptsError,
     Group,
+    MissingArgumentError,
     Parameter,
     Token,
     UnknownOptionError,
@@ -184,6 +187,42 @@ def check_arguments(words: Sequence[str]) -> None:
             )
 
 
+OPTION = re.compile(r"--?[a-zA-Z][\w-]*(=.*)?|--", re.DOTALL)
+"""A word that is an option, or ends the options. Another that begins with a dash is a value."""
+
+
+def join_dashed_values(words: Sequence[str]) -> list[str]:
+    """The words of a command with OPTION=VALUE for each value such as "-5 degrees", which cyclopts
+    takes for an option where it stands alone."""
+
+    def is_dashed_value(word: str) -> bool:
+        return word.startswith("-") and not OPTION.fullmatch(word)
+
+    if not any(map(is_dashed_value, words)):
+        return list(words)
+    collection = app.parse_commands(words)[1][-1].assemble_argument_collection()
+    joined: list[str] = []
+    option, takes_more = "", False  # the option whose value may come next
+    for number, word in enumerate(words):
+        if word == "--":
+            return [*joined, *words[number:]]
+        if option and is_dashed_value(word):
+            if joined[-1] == option:
+                joined.pop()
+            joined.append(f"{option}={word}")
+        else:
+            joined.append(word)
+        if OPTION.fullmatch(word):
+            option, takes_more = "", False
+            with suppress(ValueError):  # no option of this command, or one with its value
+                argument, _, flag = collection.match(word)
+                takes_more = bool(argument.parameter.consume_multiple)
+                option = word if flag is UNSET else ""
+        elif not takes_more:
+            option = ""
+    return joined
+
+
 def resumes(words: Sequence[str]) -> bool:
     """True if a command that is stopped keeps what it has finished."""
     match words:
@@ -220,7 +259,7 @@ def _run(words: list[str]) -> int:
         check_arguments(words)
         with stop_on_sigterm():
             app(
-                words,
+                join_dashed_values(words),
                 console=_Console(file=raw_stream(sys.stdout)),  # the help is ours, and in colour
                 exit_on_error=False,
                 print_error=False,
@@ -232,6 +271,9 @@ def _run(words: list[str]) -> int:
         print(f"lapa2: {escape_line(str(error))}", file=sys.stderr)
     except CycloptsError as error:
         message = setting_problem(words, error) or " ".join(str(error).split())
+        unread = isinstance(error, MissingArgumentError) and error.keyword in words
+        if unread or isinstance(error, UnknownOptionError):
+            message += "; a value that looks like an option follows an equals sign: --OPTION=VALUE"
         print(f"lapa2: {escape_line(message)} (see --help)", file=sys.stderr)
     except UnicodeEncodeError as error:  # a name of a file that the locale has no letters for
         print(

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from lapa2_interp._util.errors import LayoutError, MethodError
-from lapa2_interp._util.parsing import parse_json, read_text
+from lapa2_interp._util.parsing import parse_json, parse_object, read_text
 from lapa2_interp.cli.live_chat import SYSTEM, LiveChat
 from lapa2_interp.cli.options import AsJson, AugmentationOptions, ModelOptions, Several
 
@@ -153,12 +153,9 @@ def _template_arguments(text: str) -> dict[str, Any]:
         LayoutError: They are no JSON object.
     """
     try:
-        arguments = json.loads(text)
-    except json.JSONDecodeError:
-        arguments = None
-    if not isinstance(arguments, dict):
+        return parse_object(text)
+    except ValueError as error:
         raise LayoutError(
             '--template should be a JSON object such as {"enable_thinking": false}, found'
-            f" {text[:80]!r}"
-        )
-    return arguments
+            f" {text[:80]!r}: {error}"
+        ) from None

@@ -29,7 +29,7 @@ from cyclopts import Parameter
 from docstring_parser import parse
 from pydantic import Field
 
-from lapa2_interp._util.values import Count, Natural, NotNegative, Positive
+from lapa2_interp._util.values import Count, Natural, NotNegative, Positive, Temperature
 from lapa2_interp.cli.app import definition
 from lapa2_interp.cli.options import OPTION_NAMES, columns, settings
 from lapa2_interp.models.machine import Attn, Dtype, DtypeOrAuto, ModelClass
@@ -54,6 +54,7 @@ TYPES = _Names(
     {value_type.__name__: value_type for value_type in (str, int, float, bool, tuple, list)},
     Any=Any, Literal=Literal, Annotated=Annotated, Field=Field,
     Count=Count, Natural=Natural, Positive=Positive, NotNegative=NotNegative,
+    Temperature=Temperature,
     Path=Path, Sequence=Sequence, Mapping=Mapping, Callable=Callable,
     Attn=Attn, Dtype=Dtype, DtypeOrAuto=DtypeOrAuto, ModelClass=ModelClass,
 )  # fmt: skip

@@ -20,7 +20,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, StringConstraints, model_serializer, model_validator
 
 from lapa2_interp._util.errors import AugmentationError, LayoutError, MethodError, TraceError
-from lapa2_interp._util.values import Count, Positive
+from lapa2_interp._util.values import Count, Temperature
 from lapa2_interp.attention.trace import TraceKind
 from lapa2_interp.bias.augmentation import Augmentation, Augmentations, active_augmentations
 from lapa2_interp.bias.text_start import NO_START, USUAL_START
@@ -97,7 +97,7 @@ class Cell(BaseModel):
     ban_words: BannedWordsPolicy = "none"
     """The words of the attribute's hard prefix, and its name ("own"), or those of every attribute
     ("all") are never drawn (`generation.banned_words`)."""
-    temperature: Positive = 1.0
+    temperature: Temperature = 1.0
     """Divides the controlled log-weights; left out of JSON where it is 1."""
     start: str = USUAL_START
     """What plain text starts with: "usual", the token that the tokenizer names for it; "none"; or a

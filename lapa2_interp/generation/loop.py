@@ -26,7 +26,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from tqdm import tqdm
 
-from lapa2_interp._util.errors import ModelError, parameter
+from lapa2_interp._util.errors import MethodError, ModelError, parameter
 from lapa2_interp._util.progress import hidden_bar
 from lapa2_interp.attention.cache import Rows, new_rows, prompt_log_likelihood
 from lapa2_interp.attention.continued_rows import continued_rows
@@ -41,7 +41,7 @@ from lapa2_interp.generation.freectrl import decode_freectrl
 from lapa2_interp.generation.plan import Batch, BatchPlan, DecodedBatch
 from lapa2_interp.generation.sampling import NOTHING, draw
 from lapa2_interp.generation.turns import decode_turns
-from lapa2_interp.methods.base import BatchStart, LogProbs
+from lapa2_interp.methods.base import BatchStart, LogProbs, Method
 from lapa2_interp.methods.freectrl import FreeCtrl
 from lapa2_interp.models.attention_interface import decided_path
 from lapa2_interp.models.card import Model, layer_types, model_card, prepacked_model
@@ -196,7 +196,7 @@ def _decode_steps(
             if banned is not None:
                 banned.advance(cpu_tokens.clamp(min=0).tolist())
             if (nothing := cpu_tokens == NOTHING).any():
-                check_numbers(model, logits, step)
+                check_numbers(model, plan, logits, step)
             ending.stop(nothing, step, "empty")
             yield cpu_tokens.clamp(min=0)
             bar.update(ending.running(step))
@@ -219,20 +219,31 @@ def mask_main_branch(log_probs: LogProbs, mask: Callable[[Tensor], Tensor]) -> L
     return {**log_probs, main: mask(log_probs[main])}
 
 
-def check_numbers(model: Model, logits: Float[Tensor, "row vocab"], step: int) -> None:
-    """Refuse a model whose logits are no numbers.
+def check_numbers(
+    model: Model, plan: BatchPlan, logits: Float[Tensor, "row vocab"], step: int
+) -> None:
+    """Refuse logits that are no numbers.
 
     Raises:
+        MethodError: A logit is NaN, and the method adds its own numbers to the network.
         ModelError: A logit is NaN.
     """
     if logits.isnan().any():
-        card = model_card(model)
+        card, method = model_card(model), plan.method
+        found = f"the logits of {card.name} are not numbers (NaN) at step {step}"
+        # `load_model` has refused weights that give no numbers by themselves.
+        if method.changes_network and method.when_empty != Method.when_empty:
+            numbers = ", ".join(
+                parameter(name, value, "set")
+                for name, value in plan.cell.parameters.items()
+                if isinstance(value, float)
+            )
+            raise MethodError(f"{found}: {method.name} has {numbers}; {method.when_empty}")
         wider = (
             f", or {parameter('dtype', 'float32')}" if card.dtype in ("float16", "bfloat16") else ""
         )
         raise ModelError(
-            f"the logits of {card.name} are not numbers (NaN) at step {step}: a weight is NaN, or"
-            f" numbers exceed {card.dtype}; load sound weights{wider}"
+            f"{found}: a weight is NaN, or numbers exceed {card.dtype}; load sound weights{wider}"
         )
 
 

@@ -267,12 +267,19 @@ def _resolve_task(settings: CellSettings) -> tuple[Task, LayoutError | None]:
         raise LayoutError("prefix '' is empty; give a text, or method none for no prefix")
     if form != TASK and is_path(form):
         raise LayoutError(f"prefix {taken_as_path(form)}; give the text of a prefix")
+    if form != TASK and settings.attribute not in (ALL, *task.attributes):
+        unnamed = settings.task == CellSettings.model_fields["task"].default
+        default = ", the default," if unnamed else ","
+        raise TaskError(
+            f"attribute {settings.attribute!r} is none of task {task.name!r}{default} which has"
+            f" {', '.join(task.attributes)}; beside a prefix of your own leave"
+            f" {parameter('attribute')} out, or give a {parameter('task')} that has it"
+        )
     if "{attribute}" in form or "{Attribute}" in form:
         changes["attributes"] = task.with_prefix(form).attributes
     elif form != TASK and settings.attribute == ALL:
         changes |= {"name": CUSTOM, "attributes": {CUSTOM: Attribute(prefix=form)}, "methods": {}}
     elif form != TASK:
-        task.prefix(settings.attribute)
         changes["attributes"] = task.attributes | {settings.attribute: Attribute(prefix=form)}
     return task.model_copy(update=changes), no_prompts
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar, get_args
 from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
 
 from lapa2_interp._util.errors import Lapa2Error, TraceError, unknown_choice, validation_message
-from lapa2_interp._util.values import Count, Natural, Positive
+from lapa2_interp._util.values import Count, Natural, Temperature
 from lapa2_interp.attention.trace import TraceKind
 from lapa2_interp.bias.places import FORMS as PLACES
 from lapa2_interp.bias.places import head_pairs
@@ -59,8 +59,9 @@ FORMS = {
         " with a label = ..."
     ),
     "patterns": PLACES["heads"],
+    "temperature": "a number from 1e-30 to 1e30; top_k 1 always draws the likeliest token",
 }
-"""Forms of the settings that take several."""
+"""Forms of the settings that take several, or whose bounds need words."""
 HINTS = {
     "max_new_tokens": "length is the number of tokens of a text, which in sentiment and topic"
     " counts the prompt's",
@@ -143,9 +144,9 @@ class CellSettings(BaseModel):
     samples do not change a text."""
     top_k: Count = 200
     """Number of tokens of largest controlled weight that are kept."""
-    temperature: Positive = 1.0
+    temperature: Temperature = 1.0
     """Controlled log-weights are divided by it before a token is drawn; below 1 likely tokens are
-    drawn more often."""
+    drawn more often. From 1e-30 to 1e30."""
     eos: EosPolicy = "keep"
     """keep an end token as any other (the paper), stop the text there, or block it."""
     ban_words: BannedWordsPolicy = "none"

@@ -62,7 +62,9 @@ class ActivationAddition(Method):
     in_paper: ClassVar[bool] = False
     files: ClassVar[tuple[str, ...]] = ("texts",)
     changes_network: ClassVar[bool] = True
-    when_empty: ClassVar[str] = "strength is so large that the model's numbers overflow"
+    when_empty: ClassVar[str] = (
+        "strength is so large that the model's numbers overflow; choose one nearer to 0"
+    )
     strength: Annotated[float, Field(allow_inf_nan=False)] = 1.0
     layers: str | int = "middle"
     texts: str = ""

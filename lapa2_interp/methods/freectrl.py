@@ -188,6 +188,9 @@ class FreeCtrl(Method):
     text_names: ClassVar[tuple[str, ...] | None] = ("class",)
     files: ClassVar[tuple[str, ...]] = ("words",)
     changes_network: ClassVar[bool] = True
+    when_empty: ClassVar[str] = (
+        "lam, or gated_lam, is so large that the model's numbers overflow; choose one nearer to 0"
+    )
     u: Annotated[float, Field(allow_inf_nan=False)] = 1.15
     lam: Annotated[float, Field(allow_inf_nan=False)] = 0.2
     neurons: Annotated[int, Field(ge=0, le=MOST_NEURONS)] = 30

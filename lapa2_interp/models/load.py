@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 from unittest import mock
 
 from lapa2_interp._util.errors import ModelError, first_sentence, parameter, unknown_choice
+from lapa2_interp._util.paths import looked_for
 from lapa2_interp._util.values import Count, numbers_checked
 from lapa2_interp.bias.text_start import (
     AUTO_START,
@@ -487,7 +488,7 @@ def model_source(name: str) -> str | Path:
         problem = "is a file" if path.is_file() else "does not exist"
         raise ModelError(
             f"{name} {problem}; give the folder of a model, with config.json and safetensors"
-            " weights"
+            f" weights{looked_for(name)}"
         )
     check_hub(name)
     return name
@@ -545,6 +546,7 @@ def load_error(name: str, error: Exception) -> str:
     return (
         f"cannot load model {name!r}; allowed: {SMOLLM2}, {', '.join(TINY)}, {PLANTED}, a Hugging"
         f" Face hub id or a local folder with safetensors weights{hint} ({reason}{offline})"
+        f"{looked_for(name)}"
     )
 
 

@@ -52,6 +52,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from lapa2_interp._util.errors import ModelError
+from lapa2_interp._util.parsing import whole_number
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -238,16 +239,16 @@ def answer_key(name: str) -> Planted:
     """
     kind, _, seed = name.partition(":")
     circuit = kind.partition("-")[2]
-    if circuit not in CIRCUITS or (seed and not seed.isdecimal()):
+    if circuit not in CIRCUITS or (seed and whole_number(seed) is None):
         allowed = ", ".join(
             f"{PLANTED}-{name_of_circuit}" if name_of_circuit else PLANTED
             for name_of_circuit in CIRCUITS
         )
         raise ModelError(
-            f"unknown model {name!r}; planted models: {allowed}, with a seed as {PLANTED}:3"
+            f"unknown model {name[:80]!r}; planted models: {allowed}, with a seed as {PLANTED}:3"
         )
     # Draw the odds and gains near these values.
-    number = int(seed or 0)
+    number = whole_number(seed) or 0
     rng = np.random.default_rng([1913, number])
     around = {
         "odds": {

@@ -22,7 +22,7 @@ from typing import Any
 
 from lapa2_interp._util.errors import ModelError, pluralize
 from lapa2_interp._util.files import sha256_of
-from lapa2_interp._util.parsing import parse_json, read_text
+from lapa2_interp._util.parsing import parse_json, read_text, whole_number
 from lapa2_interp._util.values import plain
 
 WEIGHTS = "model.safetensors"
@@ -276,7 +276,8 @@ def _ignored_tensors(network: Any, unexpected: Iterable[str]) -> Iterator[str]:
             numbered = children and set(dict(module.named_children())) == set(
                 map(str, range(children))
             )
-            more = numbered and parts[i].isdigit() and int(parts[i]) >= children + extra
+            number = whole_number(parts[i])
+            more = numbered and number is not None and number >= children + extra
             if more or (not children and next(module.parameters(), None) is not None):
                 yield name
                 break

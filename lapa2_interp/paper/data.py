@@ -24,7 +24,7 @@ from lapa2_interp.paper.scripts import DEFAULT_SCORERS
 from lapa2_interp.paper.tables import ARM_COLUMNS, ROW_COLUMNS
 from lapa2_interp.runs.run import Run, finished_cell
 from lapa2_interp.runs.texts import at_lengths, each_once, in_parts
-from lapa2_interp.scoring.registry import ScorerOptions, make_scorer, score_texts
+from lapa2_interp.scoring.registry import ScorerOptions, check_scorers, make_scorer, score_texts
 from lapa2_interp.scoring.scorer import (
     ScoreCache,
     TextItem,
@@ -49,7 +49,7 @@ class ItemData:
     Attributes:
         run: The loaded run folder.
         item: The item's name.
-        grids: Names of its grids, without their folder (quick/, paper/).
+        grids: Names of its grids, with their folder (quick/, paper/) or without.
         scorers: The scorers, from `scoring.scorer.expand_scorers`.
         perplexity_texts: Texts of an arm whose perplexity is measured, approximately.
         device: Device of scorers that run a model.
@@ -72,14 +72,18 @@ class ItemData:
         Raises:
             NoGridError: The run has none of the grids.
         """
-        names = [name for name in self.run.listing.grids if name.rpartition("/")[2] in self.grids]
+        wanted = set(self.grids)  # with their folder, or without
+        names = [
+            name for name in self.run.listing.grids if {name, name.rpartition("/")[2]} & wanted
+        ]
         if not names:
-            wanted = " or ".join(map(repr, self.grids))
+            asked = " or ".join(map(repr, self.grids))
+            usual = self.grids[0] if "/" in self.grids[0] else f"quick/{self.grids[0]}"
             have = ", ".join(self.run.listing.grids) or "none"
             raise NoGridError(
-                f"{self.run.name} has no grid {wanted}, which {self.item} is made of; it has:"
+                f"{self.run.name} has no grid {asked}, which {self.item} is made of; it has:"
                 f" {have}. Read one of these ({parameter('grids', 'NAME')}), or add it:"
-                f" `{command('sweep', f'quick/{self.grids[0]}', out=self.run.name)}`"
+                f" `{command('sweep', usual, out=self.run.name)}`"
             )
         planned = {
             key: self.run.by_key[key] for name in names for key in self.run.listing.grids[name]
@@ -143,10 +147,19 @@ class ItemData:
         with ScoreCache(self.run.require_folder() / "scores") as cache:
             finished = cells[cells["state"] == "finished"]
             wordings = finished["key"].map(lambda key: str(self.run.by_key[key].task.attributes))
-            for (task, *_), group in finished.groupby(["task", wordings, "model"], sort=False):
+            groups = [
+                (group, self._scorer_options(group), self._scorers_by_metric(str(task), metrics))
+                for (task, *_), group in finished.groupby(["task", wordings, "model"], sort=False)
+            ]
+            check_scorers(
+                (*parse_scorer(one)[1:], options)
+                for _, options, by_metric in groups
+                for asked in by_metric.values()
+                for one in asked
+            )
+            for group, options, by_metric in groups:
                 texts = self.texts(group, lengths, parts)
-                options = self._scorer_options(group)
-                for name, asked in self._scorers_by_metric(str(task), metrics).items():
+                for name, asked in by_metric.items():
                     scored = self._perplexity_rows(texts) if name == "perplexity" else texts
                     if len(scored):
                         scores = score_texts(scored.drop(columns="tokens"), asked, options, cache)

@@ -53,7 +53,8 @@ class ItemTables(ItemClaims):
         out: Path,
         files: Mapping[str, Sequence[Path]] | None = None,
     ) -> None:
-        super().__init__(data.item, data.grids)
+        names = tuple(dict.fromkeys(name.rpartition("/")[2] for name in data.grids))
+        super().__init__(data.item, names)
         self.files = files or {}
         self.data, self.title, self.out = data, title, out
         self.run: Run = data.run
@@ -193,7 +194,7 @@ def open_item(
 
     Args:
         grids: Names of the item's grids, without their folder; by default the item's name. --grids
-            replaces them.
+            replaces them, by names with their folder or without.
         scorers, perplexity: The defaults of --scorers and --perplexity.
         files: Further options of the script that take files: name and help.
 

@@ -109,7 +109,7 @@ def merge_item(item: str, beside: Path, tables: Path) -> bool:
         texts.append(text)
     joined = pd.concat([texts[0], new_rows(texts[1])], ignore_index=True).fillna("")
     steps = {
-        name: int(of[1]) for name in map(str, joined) if (of := re.match(r"step (\d+)$", name))
+        name: int(of[1]) for name in map(str, joined) if (of := re.match(r"step (\d{1,9})$", name))
     }
     columns = sorted(map(str, joined), key=lambda name: steps.get(name, -1))
     alike = [name for name in places if joined[name].nunique() == 1]

@@ -271,7 +271,9 @@ def _read_air(
     import torch
 
     # Find the tables of this prefix, by layer and part, and the affine maps of its layers.
-    pattern = re.compile(r"(?:^|\.)h\.(\d+)\.attn\.prefix_(keys|values)_embeddings_n(\d+)\.weight$")
+    pattern = re.compile(
+        r"(?:^|\.)h\.(\d{1,9})\.attn\.prefix_(keys|values)_embeddings_n(\d{1,9})\.weight$"
+    )
     tables: dict[tuple[int, str], Tensor] = {}
     numbers: set[int] = set()
     maps: dict[int, str] = {}

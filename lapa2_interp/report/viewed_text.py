@@ -279,10 +279,12 @@ def recompute_attention(
         off, recorded = None, finished[i].trace
         if recorded is not None and own_text:
             off = _largest_difference(recorded, trace, branch, row, masses)
-            if not off <= MASS_TOLERANCE.get(cell.dtype, HALF_TOLERANCE):
+            allowed = MASS_TOLERANCE.get(cell.dtype, HALF_TOLERANCE)
+            if not off <= allowed:
                 raise TraceError(
                     f"attention that was read again differs from what the run recorded, by up to"
-                    f" {off:.2g}; the model or its libraries are not those of the run"
+                    f" {off:.2g}, and {allowed:g} is allowed in {cell.dtype}; the model or"
+                    " its libraries are not those of the run"
                 )
         values, reason = _step_control(model, cell, selected.prompt, tokens, plans[i], number)
         no_control = no_control or reason

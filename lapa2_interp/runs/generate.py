@@ -23,7 +23,7 @@ from typing import Any
 
 from lapa2_interp._util.errors import Lapa2Error, ModelError, parameter
 from lapa2_interp._util.progress import progress_bar
-from lapa2_interp._util.values import Count, Positive
+from lapa2_interp._util.values import Count, Temperature
 from lapa2_interp.attention.recorder import trace_bytes
 from lapa2_interp.attention.trace import TraceKind
 from lapa2_interp.bias.text_start import AUTO_START
@@ -75,7 +75,7 @@ def generate(
     samples: Count | list[Count] = 1,
     seed: int | list[int] = 1,
     top_k: Count | list[Count] = 200,
-    temperature: Positive | list[Positive] = 1.0,
+    temperature: Temperature | list[Temperature] = 1.0,
     eos: EosPolicy | list[EosPolicy] = "keep",
     ban_words: BannedWordsPolicy | list[BannedWordsPolicy] = "none",
     trace: TraceKind | list[TraceKind] = "full",
@@ -130,7 +130,8 @@ def generate(
         samples: Continuations per prompt.
         seed: Seed of the random streams.
         top_k: Number of tokens of largest controlled weight that are kept; 1 is greedy.
-        temperature: Controlled log-weights are divided by it before a token is drawn.
+        temperature: Controlled log-weights are divided by it before a token is drawn;
+            from 1e-30 to 1e30.
         eos: "keep" an end token as any other, "stop" the text there, or "block" it.
         ban_words: Never draw a token that would say a word of the attribute's prefix ("own"), or of
             any attribute's ("all").

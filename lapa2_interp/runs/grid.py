@@ -17,6 +17,7 @@ from typing import Any
 
 from lapa2_interp._util.errors import GridError, Lapa2Error, parameter, unknown_choice
 from lapa2_interp._util.parsing import parse_toml, read_text
+from lapa2_interp._util.paths import looked_for
 from lapa2_interp._util.values import read_value
 from lapa2_interp.generation.axes import as_axis, size_of_product
 from lapa2_interp.generation.cell import Cell, same_label
@@ -117,6 +118,7 @@ def load_grid(
         except FileNotFoundError:
             raise GridError(
                 f"there is no file {name}; `lapa2 grids` ends with an example of one"
+                f"{looked_for(name)}"
             ) from None
         except (OSError, ValueError) as error:
             raise GridError(f"cannot read {name} as text: {error}") from None
@@ -127,9 +129,14 @@ def load_grid(
     except ValueError as error:
         raise GridError(f"grid {name}: {error}; `lapa2 grids` ends with an example") from None
     description = str(raw.pop("description", ""))
-    blocks = raw.pop("block", [{}])
+    blocks = raw.pop("block", [raw])
     if not isinstance(blocks, list) or not all(isinstance(block, dict) for block in blocks):
         raise GridError(f"grid {name}: a block begins with [[block]], in double brackets")
+    if {} in blocks:  # what was cut from the file would be defaults
+        raise GridError(
+            f"grid {name}, block {blocks.index({}) + 1}: it has no keys; give one at least, such as"
+            " length = 128, or leave the block out (`lapa2 grids` ends with an example)"
+        )
     needs: list[str] = []
     cells: dict[str, Cell] = {}
     fields_of_blocks = [raw | block | dict(changes or {}) for block in blocks]

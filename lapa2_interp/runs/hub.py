@@ -120,7 +120,7 @@ class DataSet:
         names = ["model", "task", "attribute", "method", "arm"]
         table = self.texts.groupby(names, sort=False).size().rename("texts").reset_index()
         return f"""---
-pretty_name: {json.dumps(title)}
+pretty_name: {_as_yaml(title)}
 tags:
 - text-generation
 - attention-steering
@@ -144,3 +144,10 @@ they say.
 
 `pandas.read_parquet("hf://datasets/OWNER/NAME/{TEXTS}")` reads the texts.
 """
+
+
+def _as_yaml(text: str) -> str:
+    """A text in quotes. JSON's escapes are YAML's, but for pairs of surrogates, and YAML refuses
+    more letters as they are."""
+    quoted = json.dumps(text, ensure_ascii=False)
+    return "".join(c if c.isprintable() else f"\\U{ord(c):08X}" for c in quoted)

@@ -28,6 +28,7 @@ from typing import Any
 from tqdm import tqdm
 
 from lapa2_interp._util.errors import RunError, parameter, unknown_choice
+from lapa2_interp._util.parsing import whole_number
 from lapa2_interp._util.values import Count, numbers_checked
 from lapa2_interp.generation.cell import Cell
 from lapa2_interp.models.machine import ISA_VARIABLES, n_cores, slow_dtype_note
@@ -337,7 +338,7 @@ def _reach(address: str) -> None:
     """
     host, mark, port = address.rpartition(":")
     if address != "auto":
-        if not (host and mark and port.isdigit()) or "/" in host:
+        if not (host and mark and whole_number(port) is not None) or "/" in host:
             raise RunError(
                 f"{parameter('address')} {address!r} is not one; allowed: HOST:PORT of the"
                 " cluster's head, auto"

@@ -36,7 +36,7 @@ from lapa2_interp.runs.texts import (
     read_texts,
 )
 from lapa2_interp.scoring.human import make_sheets
-from lapa2_interp.scoring.registry import ScorerOptions, make_scorer, trained_ending
+from lapa2_interp.scoring.registry import ScorerOptions, check_scorers, make_scorer, trained_ending
 from lapa2_interp.scoring.scorer import CLASSIFIERS, ScoreCache, expand_scorers, parse_scorer
 from lapa2_interp.scoring.tables import (
     CELL_COLUMNS,
@@ -345,9 +345,15 @@ def _score(
 ) -> Scored:
     scores, cells = [], []
     done: set[tuple[int, str, str]] = set()  # place of a set, name, and version or tokenizer
+    named = [parse_scorer(asked) for asked in scorers]
+    check_scorers(
+        (name, model, options)
+        for task, name, model in named
+        for _, options in sets
+        if task in ("", _task_name(options))
+    )
     with ScoreCache(Path(cache or cache_folder() / "scores")) as score_cache:
-        for asked in scorers:
-            task, name, model = parse_scorer(asked)
+        for asked, (task, name, model) in zip(scorers, named, strict=True):
             places = [n for n, one in enumerate(sets) if task in ("", _task_name(one[1]))]
             if not places:
                 raise ScoringError(f"{asked}: no text of task {task!r}")

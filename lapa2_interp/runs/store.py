@@ -42,7 +42,7 @@ from lapa2_interp._util.files import (
     write_netcdf,
 )
 from lapa2_interp._util.parsing import parse_json, parse_object, read_text
-from lapa2_interp._util.paths import check_regular_file
+from lapa2_interp._util.paths import check_regular_file, looked_for
 from lapa2_interp._util.unpacking import check_hdf5, check_parquet
 from lapa2_interp._util.values import plain
 from lapa2_interp._util.version import __version__
@@ -450,7 +450,7 @@ def read_listing(folder: Path) -> Listing:
     if not file.is_file():
         made_by = "`lapa2 generate` and `lapa2 sweep GRID --out RUN` make one"
         if not folder.exists():
-            raise RunError(f"there is no folder {folder}; {made_by}")
+            raise RunError(f"there is no folder {folder}; {made_by}{looked_for(folder)}")
         if lost_listing(folder):
             raise DamagedError(
                 f"{folder} has cells and no {LISTING}; `lapa2 sweep` with its grids writes it again"

@@ -15,7 +15,7 @@ import pandas as pd
 
 from lapa2_interp._util.commands import command
 from lapa2_interp._util.errors import ScoringError, parameter, unknown_choice
-from lapa2_interp._util.paths import kind_of
+from lapa2_interp._util.paths import kind_of, looked_for
 from lapa2_interp.attention.trace import TraceKind
 from lapa2_interp.bias.tokens import decode_answer, decode_continuation, token_texts
 from lapa2_interp.generation.cell import Cell
@@ -63,6 +63,7 @@ def read_texts(
     if not source.is_file() or kind_of(source) not in READERS:
         raise ScoringError(
             f"{source} is neither a run folder nor a file that ends in {', '.join(READERS)}"
+            f"{looked_for(source)}"
         )
     words = dict.fromkeys((column, "prompt", "attribute", "arm"), str)  # a prompt may be 007
     try:

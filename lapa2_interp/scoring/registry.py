@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lapa2_interp._util.errors import ScoringError, parameter, unknown_choice
+from lapa2_interp.models.load import shared_tokenizer
 from lapa2_interp.scoring.adapter import ADAPTER_ENDING, AdapterScorer
 from lapa2_interp.scoring.distinct import Repetition
 from lapa2_interp.scoring.echo import Echo, Masked, prefix_words
@@ -166,6 +167,26 @@ def make_scorer(name: str, model: str, options: ScorerOptions) -> Scorer:
             "distinct-n describes a set of texts and has no number for one; give another scorer"
         )
     raise ScoringError(unknown_choice("scorer", name, SCORERS))
+
+
+def check_scorers(asked: Iterable[tuple[str, str, ScorerOptions]]) -> None:
+    """Make each scorer but the first once and let it go, so that one that cannot be made is said
+    before others have scored for minutes. The first is made at once by whoever scores.
+
+    Args:
+        asked: Arguments of `make_scorer`.
+
+    Raises:
+        ScoringError, ModelError: As `make_scorer`.
+    """
+    by_name = {(name, model): options for name, model, options in reversed(list(asked))}
+    for name, model in list(reversed(by_name))[1:]:
+        if name == "distinct":
+            if model:
+                shared_tokenizer(model)
+            continue
+        with closing(make_scorer(name, model, by_name[name, model])):
+            pass
 
 
 def score_texts(

@@ -25,7 +25,7 @@ import pandas as pd
 
 from lapa2_interp._util.errors import DataError, unknown_choice
 from lapa2_interp._util.parsing import parse_json
-from lapa2_interp._util.paths import check_regular_file, kind_of
+from lapa2_interp._util.paths import check_regular_file, kind_of, looked_for
 from lapa2_interp._util.unpacking import check_parquet, open_packed
 from lapa2_interp.tasks.segmentation import text_key
 
@@ -251,7 +251,8 @@ def _read_file(path: Path) -> pd.DataFrame:
     try:
         return _expand_pairs(read_table(path))
     except (OSError, ValueError) as error:
-        raise DataError(f"cannot read {path}: {' '.join(str(error).split())[:160]}") from error
+        reason = " ".join(str(error).split())[:160]
+        raise DataError(f"cannot read {path}: {reason}{looked_for(path)}") from error
 
 
 def _expand_pairs(frame: pd.DataFrame) -> pd.DataFrame:

@@ -17,6 +17,7 @@ from lapa2_interp._util.paths import (
     in_one_line,
     is_path,
     kind_of,
+    looked_for,
     with_home,
 )
 from lapa2_interp.tasks.task import Prompts
@@ -96,7 +97,7 @@ def read_prompts(path: str | Path) -> tuple[str, ...]:
     except OSError as error:
         raise TaskError(
             f"cannot read prompts from {shown}: {error.strerror}; give {PROMPT_FILES} (a text that"
-            " looks like a path may stand in one)"
+            f" looks like a path may stand in one){looked_for(path)}"
         ) from None
     except ValueError as error:
         mark = "" if str(error).startswith(("line", "row", "entry")) else ":"

@@ -32,8 +32,8 @@ from lapa2_interp._util.errors import (
     unknown_choice,
     validation_message,
 )
-from lapa2_interp._util.parsing import parse_toml, read_text
-from lapa2_interp._util.paths import in_one_line, is_path, with_home
+from lapa2_interp._util.parsing import parse_toml, read_text, whole_number
+from lapa2_interp._util.paths import in_one_line, is_path, looked_for, with_home
 from lapa2_interp._util.values import Count
 from lapa2_interp.tasks.segmentation import words
 
@@ -170,12 +170,13 @@ class ChatForm(BaseModel):
             lines = text.splitlines()
             if number is None:
                 return text
-            if not 1 <= int(number) <= len(lines):
+            line = whole_number(number)
+            if line is None or not 1 <= line <= len(lines):
                 raise TaskError(
-                    f"the chat asks for {match[0]}, and {match['name']} {text[:40]!r} has"
+                    f"the chat asks for {match[0][:40]}, and {match['name']} {text[:40]!r} has"
                     f" {pluralize(len(lines), 'line')}; give it as many lines as the chat asks for"
                 )
-            return lines[int(number) - 1]
+            return lines[line - 1]
 
         def fill(value: Any) -> Any:
             return _slot(texts).sub(text_of, value) if isinstance(value, str) else value
@@ -411,7 +412,7 @@ def _no_task(name: str) -> str:
     why = "it is no .toml file" if with_home(name).exists() else "there is no such file"
     return (
         f"no task file {in_one_line(name)}: {why}; allowed: {', '.join(built_in_tasks())}, or the"
-        " path of a .toml file"
+        f" path of a .toml file{looked_for(name)}"
     )
 
 

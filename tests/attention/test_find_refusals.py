@@ -64,6 +64,18 @@ def in_a_static_cache(network, ids):
     )
 
 
+def with_prompt_lookup(network, ids):
+    """The span stands twice, so that the words after it are guesses."""
+    twice = torch.cat([ids, ids[:, 1:-2]], 1)
+    return network.generate(twice, prompt_lookup_num_tokens=3, max_new_tokens=4, pad_token_id=0)
+
+
+def in_a_cut_cache(network, ids):
+    cache = network(ids, use_cache=True)[cache_name(network)]
+    cache.crop(-2)
+    network(ids[:, -2:-1], **{cache_name(network): cache})
+
+
 def padded_after(network, ids):
     mask = torch.ones_like(ids)
     mask[0, -1] = 0
@@ -106,6 +118,12 @@ REFUSED = {
     "no cache": (lambda: blocked(read=without_a_cache), "read again with each new token.*use_cache=True"),
     "beams without a cache": (lambda: blocked(read=beams_without_a_cache), "generate with use_cache=True"),
     "a static cache": (lambda: blocked(read=in_a_static_cache), "leave cache_implementation out"),
+    "prompt lookup": (lambda: blocked(read=with_prompt_lookup, occurrence="first"),
+                      "guesses several tokens ahead; with find=.*; leave out prompt_lookup_num_tokens"),
+    "prompt lookup of the last query": (
+        lambda: blocked(Augmentation(alpha=1, phase="last_query"), read=with_prompt_lookup, occurrence="first"),
+        "asks for the logits of its last .* tokens, as generation does that guesses"),
+    "a cut cache": (lambda: blocked(read=in_a_cut_cache), "the cache was cut to .* tokens of its first pass"),
     "padded after": (lambda: blocked(read=padded_after), "padded after its text.*padding_side = 'left'"),
     "a hole": (lambda: blocked(read=with_a_hole), "row 0 masks tokens inside its text"),
     "a rule a row": (lambda: blocked([RULE]), "rows are not known before they are read", AugmentationError),

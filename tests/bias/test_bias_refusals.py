@@ -331,6 +331,10 @@ NAMED = "unknown argument of the chat template"
 BARE = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
 ONCE = "once and unchanged"
 THINKING = {"enable_thinking": False}
+DOUBLING = (
+    "{% set ns = namespace(text='ab') %}"
+    "{% for i in range(60) %}{% set ns.text = ns.text ~ ns.text %}{% endfor %}"
+)
 CHATS = [
     (CHAT[1:], {"span": "system"}, "no system message in front .its roles: user, assistant, user"),
     (CHAT, {"span": "turn:4"}, "no turn 4; the chat has turns 1 to 3"),
@@ -364,6 +368,11 @@ CHATS = [
     ([{"role": 3, "content": "a"}], {"span": "turn:1"}, TEXT, TEMPLATE),
     (CHAT, {}, "refuses these messages: no system role", "{{ raise_exception('no system role') }}"),
     (CHAT, {}, "refuses these messages: can only concatenate", "{{ messages[0]['content'] + 1 }}"),
+    (CHAT, {"span": f"turn:{'9' * 5000}"}, f"no turn {'9' * 20}; the chat has turns 1 to", TEMPLATE),
+    (CHAT, {"template": {"mood": "a"}}, "the chat template cannot be read", "{{ " + "(" * 10**5),
+    (CHAT, {}, "takes more memory .* than the 1 GiB allowed", "{{ 'a' * 10000000000 }}"),
+    (CHAT, {}, "takes more memory .* than the 1 GiB allowed", DOUBLING),
+    (CHAT, {}, "writes, 'aaaa.* has 10000000 letters, and", "{% for i in range(100000) %}{{ 'a' * 100 }}{% endfor %}"),
     (CHAT, {}, ONCE, BARE.replace("}}{%", "}}{{ m['content'] }}{%")),
     (CHAT, {}, ONCE, BARE.replace("']", "'] | upper")),
     (CHAT, {}, ONCE, "{{ messages[-1]['content'] }}"),
@@ -384,7 +393,7 @@ def rows():
     for lines, message in GRIDS.items():
         yield lines, lambda lines=lines: of_grid(lines), message, GridError
     for messages, asked, message, *template in CHATS:
-        name = f"{asked or template[0]}: {message}"
+        name = f"{str(asked or template[0])[:99]}: {message[:99]}"
         call = lambda parts=(messages, asked, *template): of_chat(*parts)  # noqa: E731
         yield name, call, message, LayoutError
     bare = "a tokenizer without a template"

@@ -15,7 +15,7 @@ from conftest import lapa2, load
 
 from lapa2_interp import Layout, generate, load_model, teacher_forced
 from lapa2_interp._util.errors import Lapa2Error, LayoutError, ModelError, TaskError, TraceError
-from lapa2_interp.cli.app import main
+from lapa2_interp.cli.app import join_dashed_values, main
 from lapa2_interp.runs.run import finished_cell, load_run
 
 ROOT = Path(__file__).parents[2]
@@ -273,10 +273,43 @@ def test_probe_and_lists(capsys):
 
 
 @pytest.mark.parametrize(
+    ("words", "joined"),
+    [
+        ("generate|--prompt|-5 degrees|--length|5", "generate|--prompt=-5 degrees|--length|5"),
+        ("generate|--prompts|a|-5 b|c|- d", "generate|--prompts|a|--prompts=-5 b|c|--prompts=- d"),
+        ("generate|--prefix|--- a|--label|-1", "generate|--prefix=--- a|--label=-1"),
+        ("chat|a.json|--span|- a|--later|- b|c", "chat|a.json|--span=- a|--later=- b|c"),
+        ("prefix|train|--out|-- a", "prefix|train|--out=-- a"),
+        ("generate|--prompt=- a=b|--alpha|-1", "generate|--prompt=- a=b|--alpha=-1"),
+        ("generate|--force|- a|--length|5|- b", "generate|--force|- a|--length|5|- b"),
+        ("generate|--prompt|a|--|- b", "generate|--prompt|a|--|- b"),
+    ],
+)
+def test_a_value_may_begin_with_a_dash(words, joined):
+    assert join_dashed_values(words.split("|")) == joined.split("|")
+
+
+def test_a_text_with_a_dash_is_read_as_it_is(capsys):
+    asked = ["--prefix", "- a:", "--prompt", "-5 b"]
+    assert main(["layout", "--model", "tiny-gpt2", *asked, "--json"]) == 0
+    tokens = [token["token"] for token in json.loads(capsys.readouterr().out)["tokens"]]
+    assert "".join(tokens[1:]).replace(" ", "") == "-a:-5b"
+
+
+@pytest.mark.parametrize(
     ("line", "message"),
     [
         ("generate --attribute positive", "requires an argument.*--out|--out"),
         (GENERATE.replace("tiny-gpt2", "nope") + " --out OUT", "cannot load model 'nope'"),
+        ("generate --prefix -very --out OUT", "requires an argument.*--OPTION=VALUE"),
+        ("generate --prompts a -length 5 --out OUT", "unknown setting 'length'.*--OPTION=VALUE"),
+        ("generate --prompt --nope --out OUT", "unknown setting .nope.*--OPTION=VALUE"),
+        (f"chat --template {'[' * 100_000}", "should be a JSON object .*nested too deeply"),
+        (
+            f"""chat --template '{{"a":{"9" * 5000}}}'""",
+            "should be a JSON object .*thousands of digits",
+        ),
+        ("""chat --template '{"a":1,"a":2}'""", "has the field 'a' twice"),
         (f"{GENERATE} --method nope --out OUT", "unknown method 'nope'"),
         ("methods ros", "unknown method 'ros'; allowed: .*did you mean 'rose'"),
         (

@@ -17,7 +17,7 @@ from lapa2_interp.bias.layout import Layout, left_pad
 from lapa2_interp.bias.text_start import text_markers
 from lapa2_interp.generation.cell import Cell
 from lapa2_interp.generation.resolve import cell_of
-from lapa2_interp.generation.sampling import uniforms
+from lapa2_interp.generation.sampling import draw, uniforms
 from lapa2_interp.methods import load_task
 from lapa2_interp.methods import registry as methods
 from lapa2_interp.methods.base import Branch, SoftPrefixKey
@@ -183,6 +183,20 @@ def test_temperature_divides_the_controlled_weights(tiny):
                 assert likely[int((weights <= uniform[step]).sum())] == token
                 ids.append(token)
     assert texts[0.5] != texts[1.0] != texts[2.0]
+
+
+def test_extreme_temperatures_are_greedy_and_even():
+    """The bounds of a temperature in float32, whose quotients leave it no further out."""
+    model = load("tiny-gpt2")
+
+    def tokens(**settings):
+        return made(model, ["The lake"], length=40, **settings).texts["tokens"].tolist()
+
+    assert tokens(temperature=1e-30, top_k=20) == tokens(top_k=1)
+    assert tokens(temperature=1e-30, ban_words="all") == tokens(top_k=1, ban_words="all")
+    weights = torch.tensor([[-9.0, -1.0, -5.0, -2.0]]).repeat(4, 1)
+    uniform = torch.tensor([0.1, 0.3, 0.6, 0.9])
+    assert draw(weights / 1e30, uniform, top_k=3).tolist() == [1, 1, 2, 3]
 
 
 def test_the_usual_temperature_is_not_in_a_key():

@@ -20,6 +20,7 @@ from lapa2_interp._util.errors import (
 )
 from lapa2_interp.generation.resolve import cell_of
 from lapa2_interp.generation.teacher_forcing import teacher_forced
+from lapa2_interp.methods import registry as methods
 from lapa2_interp.methods.chat import chat_task
 from lapa2_interp.methods.registry import known_methods
 
@@ -31,6 +32,10 @@ SETTINGS = [
     ({"length": 0}, "length: input should be greater than or equal to 1, found 0", Lapa2Error),
     ({"samples": 0}, "samples: input should be greater than or equal to 1", Lapa2Error),
     ({"top_k": 0}, "top_k: input should be greater than or equal to 1, found 0", Lapa2Error),
+    *(({"temperature": value}, f"temperature: takes a number from 1e-30 to 1e30; .*; found {str(value).replace('+', '.')}", Lapa2Error)
+      for value in (0, 1e-44, 1e-300, 1e300, -1.0)),
+    ({"method": methods.get("caa", strength=1e300)},
+     "tiny-gpt2 are not numbers .NaN. at step 0: caa has strength=1e.300; strength is so large", MethodError),
     ({"prompts": ("The lake", "The lake")}, "given twice"),
     ({"prompts": ("",)}, "tokenises to nothing"),
     ({"attribute": "joyful"}, "unknown attribute 'joyful'; allowed: positive, negative", TaskError),
@@ -39,7 +44,7 @@ SETTINGS = [
     ({"patterns": [(0, 7)]}, r"head \(0, 7\) does not exist", Lapa2Error),
     ({"prompts": ()}, "prompts is an empty list; give at least one text"),
     ({"patterns": [(0, 1)], "trace": "none"}, "patterns are part of a trace", Lapa2Error),
-]
+]  # fmt: skip
 """Settings of texts of tiny-gpt2."""
 TURNS = [
     ({"samples": 2}, "goes on from one sample of each prompt, and samples is 2", MethodError),
@@ -103,6 +108,13 @@ CALLS = {
             (LONG, "the prompt 'xxxx.* has 5000000 letters, and 4194304 are"),
             ("a \ud800", r"the prompt 'a \\ud800' has half a character"),
         )
+    },
+    **{
+        f"an attribute beside the prefix {prefix!r}": (
+            lambda prefix=prefix: cell_of("tiny-gpt2", prefix=prefix, attribute="formal"),
+            "attribute 'formal' is none of task 'sentiment', the default, which has positive, negative; .*leave attribute out",
+            TaskError)
+        for prefix in ("Very formal:", "A {attribute} text:")
     },
     "a prefix of millions of letters": (lambda: Layout.of(load("tiny-gpt2").tokenizer, LONG, "The lake"),
      "the prefix 'xxxx.* has 5000000 letters"),

@@ -336,6 +336,7 @@ NAMES = {
         )
     },
     "planted-x": (lambda: load_model("planted-x"), "planted models: planted, planted-gpt2"),
+    "planted:99...": (lambda: load_model(f"planted:{'9' * 5000}"), "unknown model 'planted:999.*with a seed as planted:3"),
     "planted:x": (lambda: load_model("planted:x"), "with a seed as planted:3"),
     **{
         f"device {device}": (

@@ -737,6 +737,16 @@ def test_a_sweep_that_fails_is_no_success_and_a_refused_one_is_not_scored(
         assert ("left out" in capsys.readouterr().out) == goes_on
 
 
+def test_a_grid_is_named_with_its_folder_or_without(run):
+    opened = load_run(run)
+    name = next(name for name in opened.listing.grids if "/" in name)
+    keys = [
+        ItemData(opened, "layers", (asked,)).cells["key"].tolist()
+        for asked in (name, name.rpartition("/")[2])
+    ]
+    assert keys[0] == keys[1] != []
+
+
 @pytest.mark.long
 def test_a_scale_is_made_in_pieces(run, tmp_path, monkeypatch, capsys):
     """What this run has no grid for is left out, and comes from the results beside it; what it

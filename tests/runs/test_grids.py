@@ -6,7 +6,9 @@ import itertools
 import json
 import re
 import sys
+import tempfile
 import tomllib
+from pathlib import Path
 
 import pytest
 from conftest import lapa2, load, soft_set
@@ -511,6 +513,13 @@ def test_prompts_come_from_the_task_its_beginning_or_a_file(tmp_path, grid):
 # --- what is refused
 
 
+def of_text(text):
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "g.toml"
+        file.write_text(text)
+        load_grid(str(file))
+
+
 REFUSED = [
     ("lenght = 24", "grid .*g.toml, block 1: unknown setting 'lenght'; allowed: .*did you mean 'length'"),
     ('method = "prefx"', "unknown method 'prefx'; allowed: none, .*did you mean 'prefix'"),
@@ -566,7 +575,10 @@ REFUSED = [
     ("length = 16", "length 16 leaves nothing to generate after the 16 tokens of 'Once upon a time'"),
     ("length = 250", "of BOS, prefix and prompt .* exceed the context of 256 of tiny-gpt2; shorten"),
     ("doubled_bos = true", "doubled_bos reproduces tokenizers that prepend BOS themselves"),
+    ("[[block]]\nseed = 1\n[[block]]\n", "block 2: it has no keys; give one at least"),
     # Of calls.
+    *((lambda text=text: of_text(text), "block 1: it has no keys; give one at least, such as length = 128")
+      for text in ("", "# a grid\n", 'description = "a grid"\n', "[[block]]\n")),
     (lambda: load_grid("quick/scalling"), "unknown grid 'quick/scalling'; .*did you mean 'quick/scaling'.*or the path of a .toml"),
     (lambda: load_grid("nowhere.toml"), "there is no file nowhere.toml; `lapa2 grids` ends with an example"),
     (lambda: parse_changes(["samples"]), "set 'samples' is not of the form KEY=VALUE, such as samples=2"),

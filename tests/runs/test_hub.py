@@ -1,10 +1,12 @@
 """A run as a data set: what is written, and what a hub is asked for. Nothing leaves the machine."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pandas as pd
 import pytest
+import yaml
 from conftest import load
 from huggingface_hub import DatasetCard, HfApi, metadata_load
 
@@ -53,6 +55,13 @@ def test_a_run_in_memory_is_a_data_set(run, tmp_path):
     assert "| tiny-gpt2 | " in card
     assert card.count("| 2 |") == 2
     assert "- No scores." in card
+
+
+def test_the_card_keeps_every_letter_of_a_model_name(run):
+    name = 'ü 🙂 [x]: #1 a"b\\c\nd\t\x7f\x85\u2028\ufeff\uffff\u2066'
+    data = run.data_set()
+    card = replace(data, texts=data.texts.assign(model=name))._card()
+    assert yaml.safe_load(card.split("---\n")[1])["pretty_name"] == f"Texts of {name}"
 
 
 def test_scores_of_a_folder_go_with_it(run, tmp_path):

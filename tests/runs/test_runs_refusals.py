@@ -133,7 +133,7 @@ FOLDERS = {
     "a sweep into a file": (into_file, "cannot write .*file: File exists"),
     "a thesis as a run": (lambda: of_thesis(load_run), NO_RUN),
     "a cell's folder as a run": (lambda: load_run(in_batches().cell_folder(KEY)), NO_RUN),
-    "no folder": (lambda: load_run("nowhere"), "there is no folder nowhere; `lapa2 generate`"),
+    "no folder": (lambda: load_run("nowhere"), "there is no folder nowhere; `lapa2 generate`.*; looked for /.*/nowhere"),
     "a finished run": (lambda: (two_methods().save("run"), two_methods().save("run")), THERE),
     "an unfinished run, force": (saved_by_force,
      r"is a run with 1 of 1 cell not finished \(`lapa2 runs .*run`\); choose another out"),

@@ -11,7 +11,8 @@ from test_agreement import graded, two
 from test_linear import GOOD, toy
 from test_scoring import BROKEN_GZIP
 
-from lapa2_interp._util.errors import DataError, ScoringError
+from lapa2_interp._util.errors import DataError, Lapa2Error, ScoringError
+from lapa2_interp.runs.score import score
 from lapa2_interp.runs.texts import read_texts
 from lapa2_interp.scoring.adapter import ADAPTER_ENDING, load_adapter_network
 from lapa2_interp.scoring.agreement import agreement
@@ -186,6 +187,20 @@ def rows():
         yield f"{len(numbers)} numbers and {truth}", call, message, ScoringError
     for name, (call, message) in CALLS.items():
         yield name, call, message, ScoringError
+
+
+def test_a_scorer_that_is_missing_is_said_before_others_score(tmp_path):
+    (tmp_path / "t.csv").write_text("text,prompt,attribute\nThe lake is calm,The lake,positive\n")
+    said = []
+    with pytest.raises(Lapa2Error, match="nowhere"):
+        score(
+            tmp_path / "t.csv",
+            scorers=["repetition", "accuracy=linear", "accuracy=nowhere"],
+            task="sentiment",
+            cache=tmp_path / "scores",
+            notify=said.append,
+        )
+    assert not said
 
 
 @pytest.mark.parametrize(
