@@ -110,7 +110,7 @@ def test_texts_of_models_with_caps_sinks_windows_and_chunks_are_ours(name, tmp_p
 def test_without_a_bias_texts_are_those_of_transformers(name, dtype):
     network = family_of(name, dtype)
     assert made(network, alpha=0.0) == own(network)
-    assert made(network, alpha=0.5) != own(network) or dtype != "float32"
+    assert made(network, alpha=8.0) != own(network)
 
 
 class Forbid(LogitsProcessor):
@@ -129,8 +129,6 @@ class Forbid(LogitsProcessor):
         {"repetition_penalty": 5.0, "no_repeat_ngram_size": 2, "bad_words_ids": [[7]]},
         {"do_sample": True, "num_return_sequences": 2},
         {"generation_config": GenerationConfig(do_sample=True, temperature=2.0, max_new_tokens=4)},
-        {"generation_config": GenerationConfig(max_length=11), "max_new_tokens": None},
-        {"max_new_tokens": None},
         {"logits_processor": LogitsProcessorList([Forbid()])},
         {"use_cache": True, "num_beams": 1, "top_p": 1.0, "repetition_penalty": 1.0, "top_k": None},
     ],
@@ -149,12 +147,14 @@ def test_settings_and_the_models_own_are_followed_as_transformers_follows_them(s
 def test_texts_end_and_are_padded_where_the_models_own_settings_say():
     network = family_of("Llama")
     end = made(network)[0][1]
-    network.generation_config = GenerationConfig(eos_token_id=[end], pad_token_id=7)
+    network.generation_config = GenerationConfig(
+        eos_token_id=[end], pad_token_id=7, max_new_tokens=9
+    )
     ended = network.generate(
         **ROWS, custom_generate=str(FOLDER), trust_remote_code=True, prefix_tokens=N
     )[0, 7:].tolist()
-    assert ended[1] == end
-    assert set(ended[2:]) <= {7}
+    assert (len(ended), ended[1]) == (9, end)
+    assert set(ended[2:]) == {7}
 
 
 def test_temperature_0_is_greedy_and_a_tensor_is_an_alpha():
@@ -219,9 +219,9 @@ def test_what_it_cannot_do_is_refused(changes, problem):
 def test_what_the_models_own_settings_ask_for_is_refused():
     network = family_of("Llama")
     network.generation_config.num_beams = 4
-    with pytest.raises(ValueError, match="has no num_beams=4.*give num_beams=None"):
+    with pytest.raises(ValueError, match="has no num_beams=4.*give num_beams=1"):
         made(network)
-    assert made(network, num_beams=None) == made(family_of("Llama"))
+    assert made(network, num_beams=1) == made(family_of("Llama"))
 
 
 @pytest.mark.parametrize(
@@ -230,9 +230,9 @@ def test_what_the_models_own_settings_ask_for_is_refused():
         ("mpt", {"num_key_value_heads": None}, "does not add numbers of a mask"),
         ("doge", {}, "does not add numbers of a mask"),
         ("codegen", FAMILIES["CodeGen"].settings, "does not add numbers of a mask"),
-        ("bloom", {"num_key_value_heads": None}, "cannot read this loop's masks"),
-        ("falcon", {"num_key_value_heads": None, "alibi": True}, "cannot read this loop's masks"),
-        ("rwkv", {"attention_hidden_size": 32, "context_length": 64}, "otherwise than alone"),
+        ("bloom", {"num_key_value_heads": None}, "cannot read this loop"),
+        ("falcon", {"num_key_value_heads": None, "alibi": True}, "cannot read this loop"),
+        ("rwkv", {"attention_hidden_size": 32, "context_length": 64}, "cannot read this loop"),
         ("mamba", {"state_size": 4}, "'linear_attention', which are not attention alone"),
         ("jamba", FAMILIES["Jamba"].settings, "which are not attention alone"),
         ("lfm2", FAMILIES["LFM2"].settings, "'conv', which are not attention alone"),
@@ -263,10 +263,9 @@ def test_rotary_factors_that_change_in_mid_text_are_refused():
     with pytest.raises(ValueError, match=r"other rotary factors \(dynamic\) beyond 10 tokens"):
         made(network, max_new_tokens=5)
     longrope = FAMILIES["Phi-3"].settings["rope_parameters"]
-    sizes = {"original_max_position_embeddings": 10, "rope_parameters": longrope}
-    network = network_of("phi3", **sizes)
+    network = network_of("phi3", original_max_position_embeddings=10, rope_parameters=longrope)
     assert made(network, alpha=0.0, max_new_tokens=4) == own(network, max_new_tokens=4)
     with pytest.raises(ValueError, match=r"other rotary factors \(longrope\) beyond 10 tokens"):
         made(network, max_new_tokens=5)
-    network = network_of("phi3", **{**sizes, "original_max_position_embeddings": 4})
-    assert made(network, alpha=0.0) == own(network)  # every row begins beyond
+    beyond = {name: rows[:1].repeat(1, 2) for name, rows in ROWS.items()}
+    assert made(network, **beyond, alpha=0.0) == own(network, **beyond)

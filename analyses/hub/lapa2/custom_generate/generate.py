@@ -28,9 +28,7 @@ OTHER_LOOPS = (
     "cache_implementation", "return_dict_in_generate",
 )  # fmt: skip
 """Settings that ask for another loop than this one, unless they are zero, empty or `NEUTRAL`."""
-NEUTRAL = (
-    ("num_beams", 1), ("cache_implementation", "dynamic"), ("cache_implementation", "hybrid"),
-)  # fmt: skip
+NEUTRAL = {"num_beams": [1], "cache_implementation": ["dynamic", "hybrid"]}
 FULL, SLIDING = ("full_attention", "attention", "global"), ("sliding_attention", "local")
 TOLERANCE = {torch.bfloat16: 0.2, torch.float16: 0.05}
 """Largest mean difference of log-probabilities that are computed in another order; else 1e-3."""
@@ -55,11 +53,11 @@ def generate(model, *, prefix_tokens, alpha=0.5, bos_tokens=1, **settings):
     own = {name: value for name, value in own.items() if value is not None}
     merged = ChainMap(settings, own, vars(model.generation_config))
     for name in OTHER_LOOPS:
-        value = merged.get(name)
-        if value and (name, value) not in NEUTRAL:
+        value, neutral = merged.get(name), NEUTRAL.get(name, [None])
+        if value and value not in neutral:
             raise ValueError(
-                f"this decoding has no {name}={value!r}; leave it out, or give {name}=None if the"
-                " model's generation_config has it"
+                f"this decoding has no {name}={value!r}; leave it out, or give"
+                f" {name}={neutral[0]!r} if the model's generation_config has it"
             )
     if merged.get("max_new_tokens") == 0:
         raise ValueError("max_new_tokens=0 leaves no token to make; give 1 or more")
