@@ -46,8 +46,8 @@ def generate(model, *, prefix_tokens, alpha=0.5, bos_tokens=1, **settings):
     Returns:
         The ids of inputs and new tokens [row, token]; after its end a row has padding.
     """
-    given = {name for name, value in settings.items() if value is not None and value is not False}
-    if unknown := sorted(given - ARGUMENTS):
+    named = {name for name, value in settings.items() if value is not None and value is not False}
+    if unknown := sorted(named - ARGUMENTS):
         raise ValueError(f"this decoding has no {', '.join(unknown)}; leave it out")
     own = vars(settings.get("generation_config") or GenerationConfig())
     own = {name: value for name, value in own.items() if value is not None}
@@ -90,8 +90,8 @@ def _continue_rows(
     if not live[:, -1].all() or (live.diff(dim=1) < 0).any():
         raise ValueError("rows must be padded on the left, and attention_mask must say where")
     first = live.argmax(1, keepdim=True) + bos_tokens
-    whole = prefix_tokens % 1 == bos_tokens % 1 == 0 and prefix_tokens >= 1 and bos_tokens >= 0
-    if not whole or (first + prefix_tokens > ids.shape[1]).any():
+    are_counts = prefix_tokens % 1 == bos_tokens % 1 == 0 and prefix_tokens >= 1 and bos_tokens >= 0
+    if not are_counts or (first + prefix_tokens > ids.shape[1]).any():
         raise ValueError(
             f"prefix_tokens={prefix_tokens} after bos_tokens={bos_tokens} is not a part of every"
             " row"
