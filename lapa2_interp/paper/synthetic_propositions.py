@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 def synthetic_shares(means: xr.Dataset) -> pd.DataFrame:
-    """A' of every family, alpha and length: columns family, alpha, l, mean, low, high (95 %), texts,
+    """A' of every family, alpha and length: columns family, alpha, l, mean, low, high, texts,
     predicted (Eq. 11)."""
     lengths, rows, l_pre = means["l"].to_numpy(), means["row"].size, means.attrs["l_pre"]
     table = []
