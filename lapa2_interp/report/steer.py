@@ -89,11 +89,12 @@ from lapa2_interp.tasks.task import Prompts, Task
 WORDINGS = ("Extremely {attribute}:", "In a {attribute} tone:")
 """Other prefixes, with which heads are chosen again."""
 TABLE, TESTS, TUNING = "table.csv", "tests.csv", "tuning.csv"
-"""Files of a result's folder, beside the card; the texts are in the runs tune/ and judge/, the page
+"""Files of a result's folder, beside the card; the texts are in the runs first/,
+tune/ and judge/, the page
 is report.html."""
 STILL = 0.1
-"""Perplexity stands still if its change under the bias, in logarithms, is less than this share of the
-budget's."""
+"""The bias hardly moves perplexity if it changes its logarithm by less than this share of that of
+the budget."""
 GAINS = {"more": "a gain", "less": "a loss", "not decided": "no sure difference"}
 """What the card says of a `verdict` on the method without bias."""
 
@@ -181,8 +182,8 @@ def steer(
     Raises:
         TaskError: The task lacks a second attribute or a classifier.
         CircuitError: No head can be chosen, or the prefixes have different lengths.
-        RunError: Too few prompts, a budget not above 1, other settings in `out`, a failed cell, or a
-            bias that hardly moves perplexity.
+        RunError: Too few prompts, a budget not above 1, other settings in `out`, a failed cell, or
+            a bias that hardly moves perplexity.
     """
     chosen_task, folder = task if isinstance(task, Task) else load_task(task), Path(out)
     size, texts = model_size(str(model)), as_prompts(prompts).texts
@@ -371,11 +372,13 @@ def _check_that_perplexity_moves(
     if max(-low.min(), high.max()) < STILL * np.log(settings.budget):
         raise RunError(
             f"the bias hardly moves perplexity: in all heads, at alpha {STRENGTHS[0]:g} to"
-            f" {STRENGTHS[-1]:g}, it is {np.exp(change.min()):.3f} to {np.exp(change.max()):.3f} times"
-            f" that without bias ({len(prompts)} prompts, {settings.perplexity} reads), so that no"
-            f" strength costs the budget of {settings.budget:g} times; let another model read"
-            f" ({parameter('perplexity', 'MODEL')}), or choose longer texts ({parameter('length')}),"
-            f" a smaller {parameter('budget')} or another model, in another {parameter('out')}"
+            f" {STRENGTHS[-1]:g}, it is {np.exp(change.min()):.3f} to"
+            f" {np.exp(change.max()):.3f} times that without bias ({len(prompts)} prompts, measured"
+            f" by {settings.perplexity}), so that no strength costs the budget of"
+            f" {settings.budget:g} times; let another model measure it"
+            f" ({parameter('perplexity', 'MODEL')}), or choose longer texts"
+            f" ({parameter('length')}), a smaller {parameter('budget')} or another model, in"
+            f" another {parameter('out')}"
         )
 
 

@@ -206,7 +206,11 @@ class Steered:
             of_chosen = self.tuning[(self.tuning["place"] == CHOSEN) & ~self.tuning["tuned"]]
             most = float(of_chosen["ratio"].max())
             reader = parameter("perplexity", "MODEL")
-            way = f"a smaller {parameter('budget')}" if most > 1 else f"another reader ({reader})"
+            way = (
+                f"a smaller {parameter('budget')}"
+                if most > 1
+                else f"another model that measures it ({reader})"
+            )
             return (
                 f"the bias in these heads costs at most {most:.3f} times the perplexity; steer with"
                 f" {way} or with more {parameter('heads')}, in another {parameter('out')}"
