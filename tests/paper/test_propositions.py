@@ -189,8 +189,10 @@ def test_identical_is_not_exchangeable():
     assert ratio.mean() - 3 * error > 1
     rng = np.random.default_rng(0)
     weights = np.exp([family.draw(rng, 64) for _ in range(4000)])
-    whole = weights[:, :3].sum(1) / weights.sum(1) * 64 / 3
-    assert abs(whole.mean() - ratio.mean()) < 4 * np.hypot(whole.std() / np.sqrt(4000), error)
+    multiples = weights[:, :3].sum(1) / weights.sum(1) * 64 / 3
+    assert abs(multiples.mean() - ratio.mean()) < 4 * np.hypot(
+        multiples.std() / np.sqrt(4000), error
+    )
 
 
 def test_synthetic_tables(synthetic):
