@@ -39,7 +39,8 @@ LINES = {
     "propositions": "propositions --model tiny-gpt2 --length 40 --synthetic-length 400 --device cpu --out {out}",
     "circuits": "circuits planted --tokens 2 --best 1 --device cpu --out {out}",
     "select": "select planted --score cut --heads 2 --tokens 2 --device cpu --file {out}-kept --out {out}.json",
-    "steer": "steer planted --prompts {home}/prompts.txt --method prefix --length 12 --workers 1 --device cpu --out {out}",
+    "steer": "steer planted --prompts {home}/prompts.txt --method prefix --length 12 --perplexity tiny-llama --budget 1.01 "
+    "--workers 1 --device cpu --out {out}",
     "fading": "fading planted --filler 8 --tokens 2 --device cpu --file {out}-kept --out {out}",
     "prefix train": "prefix train --model tiny-llama --data {home}/reviews.jsonl --set dtype=float32 --set slots=2 --set batch=4 "
     "--set max_tokens=8 --set check_every=4 --set limit=8 --device cpu --out {out}",

@@ -33,8 +33,8 @@ SCORER_DTYPE = "float32"
 COLOURS = dict(zip(("0", "1/2", "1", "1 in 24 heads"), plots.COLOURS, strict=False))
 """An arm keeps its colour in every panel."""
 L_PRE = 3
-SYNTHETIC = {"longest": 100_000, "texts": 12}
-"""Length of synthetic logits, and texts per family: seconds of work, where `lapa2 propositions`
+SYNTHETIC = {"longest": 100_000, "rows": 12}
+"""Length of synthetic logits, and rows of each family: seconds of work, where `lapa2 propositions`
 takes minutes."""
 WIDTH, NARROW = 7.2, 3.9
 """Inches of a drawing, and of its form for a telephone."""
@@ -60,7 +60,7 @@ class Measured:
 def measure(out: Path, grid: Grid) -> Measured:
     """Score the run's texts and judge the claims on synthetic logits; what was measured before is
     read."""
-    from lapa2_interp.bias.synthetic import draw_log_odds
+    from lapa2_interp.bias.synthetic import draw_means
     from lapa2_interp.paper.synthetic_propositions import synthetic_verdicts
     from lapa2_interp.scoring.tables import cell_table, difference_table, distinct_cells
 
@@ -76,8 +76,8 @@ def measure(out: Path, grid: Grid) -> Measured:
         verdicts = pd.read_parquet(judged)
     else:
         lengths = geometric_lengths(SYNTHETIC["longest"], L_PRE)
-        drawn = draw_log_odds(lengths, L_PRE, texts=SYNTHETIC["texts"], seed=1)
-        verdicts = synthetic_verdicts(drawn, lengths, L_PRE, (0.0, 0.5, 1.0))
+        means = draw_means(lengths, L_PRE, (0.0, 0.5, 1.0), rows=SYNTHETIC["rows"], seed=1)
+        verdicts = synthetic_verdicts(means)
         _store(judged, verdicts)
     cells = pd.concat([*tables, distinct_cells(texts)], ignore_index=True)
     return Measured(cells, difference_table(scores), verdicts)

@@ -72,9 +72,11 @@ class Layout:
 
     Example:
         >>> from lapa2_interp import Layout, load_model
-        >>> layout = Layout.of(load_model("smollm2-135m"), "Very positive:", " The lake")
+        >>> layout = Layout.of(load_model("smollm2-135m"), "Very positive:", "The lake")
         >>> layout.l_pre, layout.l_pro, len(layout)  # BOS is neither prefix nor prompt
         (3, 2, 6)
+        >>> layout.tokens[3:]  # as in the paper's code, no space is added between them
+        (':', 'The', ' lake')
 
     Attributes:
         ids: Token ids: BOS, hard prefix, prompt. `tokens` are their texts, as of
@@ -120,8 +122,10 @@ class Layout:
 
         Args:
             tokenizer: A fast tokenizer (character offsets are needed), or a model that has one.
-            prefix: The hard prefix, joined to the prompt exactly as given (put separators into one
-                of the two); None for the raw model.
+            prefix: The hard prefix, joined to the prompt exactly as given, as in the paper's code;
+                None for the raw model. For a space between them, begin the prompt with one: many
+                tokenizers make one token of a space and the word after it, and a token that starts
+                in the prefix belongs to the prefix.
             prompt: The prompt.
             soft: Slots of a soft prefix in front, instead of a hard one.
             doubled_bos: Two BOS tokens, as the released scripts feed LLaMA; only for tokenizers

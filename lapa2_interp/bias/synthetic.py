@@ -5,6 +5,10 @@ Only two numbers matter at each length, the sums of exponentiated logits of the 
 other keys. Every augmentation follows from those (`theory`: the exact law), so that all alphas
 share their draws.
 
+A family is drawn as a long row of logits, which contains many texts of every length: a text may
+begin at any key of the row. Means over the texts of a row are kept, and nothing else. Texts of one
+row share keys, so errors come from independent rows.
+
 =================  ============  =============  ==================================================================
 family             exchangeable  bounded ratio  logits
 =================  ============  =============  ==================================================================
@@ -21,13 +25,13 @@ growing prefix     no            no             normal, and the prefix's logits 
 =================  ============  =============  ==================================================================
 
 Proposition 1 assumes identically distributed logits and needs exchangeable ones: the keys of
-"correlated" are identically distributed, and E[A] is 7 % above l_pre / l at l = 64, because keys at
+"correlated" are identically distributed, and E[A] is 6 % above l_pre / l at l = 64, because keys at
 the end have fewer neighbours to share peaks with.
 """  # noqa: E501
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -44,9 +48,9 @@ Rng = np.random.Generator
 SINK = 8.0
 RECENCY = 0.5
 LAG = 0.99
-PREFIXES = 256
-"""Prefixes drawn for every text, so that averages are more precise than the number of texts
-allows."""
+MIN_KEYS = 2**16
+"""Keys of a row, at least: 1,024 texts of 64 keys without a common key."""
+MIN_TEXTS = 2**13
 
 
 @dataclass(frozen=True)
@@ -123,87 +127,100 @@ def geometric_lengths(
     return lengths
 
 
-def log_sums(
-    family: LogitFamily, rng: Rng, lengths: Int[np.ndarray, " length"], l_pre: int
-) -> tuple[Float[np.ndarray, "prefix length"], Float[np.ndarray, " length"]]:
-    """log of the summed exponentiated logits of the keys of `PREFIXES` prefixes, and of all other
-    keys, for one text."""
-    # Draw the logits of the prefixes and of the other keys.
-    n_others = int(lengths[-1]) - l_pre
-    if family.draw is _autoregressive:
-        logits = family.draw(rng, n_others)
-        # The process read backwards is the same process, so prefixes grow back from the first key
-        # beside them.
-        before = np.empty((PREFIXES, l_pre))
-        last = np.full(PREFIXES, logits[0])
-        for i in range(l_pre):
-            last = LAG * last + np.sqrt(1 - LAG**2) * rng.standard_normal(PREFIXES)
-            before[:, l_pre - 1 - i] = last
-    else:
-        logits = family.draw(rng, n_others)
-        before = family.draw(rng, PREFIXES * l_pre).reshape(PREFIXES, l_pre)
-    if family.sink is not None:
-        logits[0] = family.sink
-    # Sum them up to each length.
-    weights = np.exp(logits)
-    prefix = np.exp(before)
+def text_sums(
+    family: LogitFamily,
+    weights: Float[np.ndarray, " key"],
+    until: Float[np.ndarray, " key"],
+    l: int,
+    l_pre: int,
+    step: int = 1,
+) -> tuple[Float[np.ndarray, " text"], Float[np.ndarray, " text"]]:
+    """Summed exponentiated logits of the prefix and of the other keys, for texts of l keys of which
+    one begins at every `step`th key of a row.
+
+    Where weights depend on the distance from the query, the prefix is that of the text, and the
+    other keys are those of the next of the stretches of l keys that the row consists of. They are
+    as independent of the prefix as the text's own, and there are fewer sums to compute.
+
+    Args:
+        weights: Exponentiated logits of a row of at least 2 * l keys, drawn from the family.
+        until: Their cumulative sums.
+    """
+
+    def at(row: Float[np.ndarray, " key"], key: int) -> Float[np.ndarray, " text"]:
+        """What stands in the row at a key of every text."""
+        return row[key : key + len(weights) - l : step]
+
     if family.recency:
-        recede = np.arange(1.0, lengths[-1] + 1) ** -family.recency
-        others = np.array([weights[: l - l_pre] @ recede[: l - l_pre][::-1] for l in lengths])
-        far = (
-            recede[lengths[:, None] - 1 - np.arange(l_pre)]
-            if not family.anchored
-            else np.ones((len(lengths), l_pre))
-        )
-        log_prefix = np.log(prefix @ far.T)
+        recede = np.arange(l, 0.0, -1.0) ** -family.recency
+        near = np.ones(l_pre) if family.anchored else recede[:l_pre]
+        prefix = sum(near[i] * at(weights, i) for i in range(l_pre))
+        n = len(weights) // l
+        stretches = weights[: n * l].reshape(n, l)[:, l_pre:] @ recede[l_pre:]
+        others = stretches[(np.arange(0, len(weights) - l, step) // l + 1) % n]
     else:
-        others = np.cumsum(weights)[lengths - l_pre - 1]
-        log_prefix = np.repeat(np.log(prefix.sum(1))[:, None], len(lengths), axis=1)
-    return log_prefix + family.growth * np.log(lengths), np.log(others)
+        prefix = sum(at(weights, i) for i in range(l_pre))
+        others = at(until, l - 1) - at(until, l_pre - 1)
+    if family.sink is not None:
+        others += np.exp(family.sink) - at(weights, l_pre)
+    return np.asarray(prefix * float(l) ** family.growth), others
 
 
-def draw_log_odds(
+def draw_means(
     lengths: Int[np.ndarray, " length"],
     l_pre: int,
+    alphas: Sequence[float],
     families: Mapping[str, LogitFamily] = LOGIT_FAMILIES,
-    texts: int = 20,
+    rows: int = 20,
     seed: int = 0,
-) -> dict[str, Float[np.ndarray, "text prefix length"]]:
-    """log(A / (1 - A)) without augmentation, by family; everything else is computed from these.
+) -> xr.Dataset:
+    """Means over the texts of each row of logits.
+
+    Of every length, a row gives as many texts as a text has keys, and 2^13 at least. So draws are
+    seen that are as rare as one key of a text.
+
+    Returns:
+        share: Attention on the prefix by family, row, alpha and l. log_ratio: log(e_P / e_R) by
+        family, row and l. texts: Their number by l, in all rows of a family. The attribute l_pre.
 
     Raises:
-        TraceError: No text, or a prefix of length zero or as long as the shortest length.
+        TraceError: No row, or a prefix of length zero or as long as the shortest length.
     """
-    if texts < 1:
-        raise TraceError(f"synthetic logits need at least one text, found {texts}")
+    import xarray as xr
+
+    if rows < 1:
+        raise TraceError(f"synthetic logits need at least one row, found {rows}")
     if not 1 <= l_pre < lengths[0]:
         raise TraceError(
             f"the prefix must have 1 to {int(lengths[0]) - 1} keys (one fewer than the shortest"
             f" length), found {l_pre}"
         )
-    odds = {}
-    with progress_bar(len(families) * texts, "synthetic logits", "text") as bar:
-        for number, (name, family) in enumerate(families.items()):
-            drawn = []
-            for text in range(texts):
-                prefix, others = log_sums(
-                    family, np.random.default_rng([seed, number, text]), lengths, l_pre
-                )
-                drawn.append(prefix - others)
+    keys = max(2 * int(lengths[-1]), MIN_KEYS)
+    steps = [max(l_pre, (keys - l) // max(l, MIN_TEXTS)) for l in map(int, lengths)]
+    share = np.empty((len(families), rows, len(alphas), len(lengths)))
+    log_ratio = np.empty((len(families), rows, len(lengths)))
+    texts = np.zeros(len(lengths), int)
+    with progress_bar(len(families) * rows, "synthetic logits", "row") as bar:
+        for number, family in enumerate(families.values()):
+            for row in range(rows):
+                rng = np.random.default_rng([seed, number, row])
+                weights = np.exp(family.draw(rng, keys))
+                until = np.cumsum(weights)
+                for i, (l, step) in enumerate(zip(map(int, lengths), steps, strict=True)):
+                    prefix, others = text_sums(family, weights, until, l, l_pre, step)
+                    odds, r = prefix / others, l / l_pre
+                    log_ratio[number, row, i] = np.log(odds).mean() + np.log(r - 1)
+                    for j, alpha in enumerate(alphas):
+                        biased = odds * r**alpha
+                        share[number, row, j, i] = (biased / (1 + biased)).mean()
+                    texts[i] = rows * len(odds)
                 bar.update()
-            odds[name] = np.stack(drawn)
-    return odds
-
-
-def log_odds_dataset(
-    drawn: Mapping[str, Float[np.ndarray, "text prefix length"]],
-    lengths: Int[np.ndarray, " length"],
-) -> xr.Dataset:
-    """The drawn log_odds by family, text, prefix and l, as a dataset to store."""
-    import xarray as xr
-
-    logits = np.stack(list(drawn.values())).astype(np.float32)
     return xr.Dataset(
-        {"log_odds": (("family", "text", "prefix", "l"), logits)},
-        {"family": list(drawn), "l": lengths},
+        {
+            "share": (("family", "row", "alpha", "l"), share),
+            "log_ratio": (("family", "row", "l"), log_ratio),
+            "texts": ("l", texts),
+        },
+        {"family": list(families), "alpha": list(alphas), "l": lengths},
+        {"l_pre": l_pre},
     )

@@ -93,7 +93,8 @@ def arrange(
         if steps[-1] < 1:
             raise LayoutError(
                 f"length {cell.length} leaves nothing to generate after the {n} tokens of"
-                f" {prompt[:40]!r}"
+                f" {prompt[:40]!r}, because on task {cell.task.name} it counts them, too; length"
+                f" {cell.length + n} makes {cell.length} new tokens"
             )
     if cell.doubled_bos and branches[0].chat is not None:
         raise LayoutError("a chat's template writes its first token; leave doubled_bos out")

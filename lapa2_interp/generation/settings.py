@@ -120,7 +120,8 @@ class CellSettings(BaseModel):
     prefix: str = TASK
     """The hard prefix; task: that of the task. A form with {attribute} or {Attribute} is the prefix
     of every attribute. Other text is the prefix of the attribute, or without one needs no task
-    file."""
+    file. It is joined to the prompt as it is, without a space, as in the paper's code. For a space
+    between them, begin the prompt with one."""
     alpha: float | None = None
     """Strength of LaPA2, or of an augmentation that leaves its alpha open, >= 0; 0 is the base
     method. By default the method's own, which `lapa2 methods` shows, or the recipe's."""
@@ -135,8 +136,9 @@ class CellSettings(BaseModel):
     """Name of the arm in tables and figures; by default the recipe's, or made of the fields. The
     label decides no text."""
     length: Count = 128
-    """Tokens of a text. Of tasks that count the prompt (sentiment and topic do, as the paper does)
-    new are those that the prompt leaves: after two tokens, 126."""
+    """Tokens of a text. On sentiment and topic they include the prompt's, as in the paper: after a
+    prompt of two tokens, length 32 makes 30 new ones. On detox and in chats all are new. A task
+    file sets length_counts_prompt."""
     samples: Count = 1
     """Continuations per prompt."""
     seed: int = 1

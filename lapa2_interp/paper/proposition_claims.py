@@ -26,7 +26,6 @@ from lapa2_interp.stats import (
     tails,
 )
 
-ALPHAS = (0.0, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0)
 SLOPE_MARGIN = 0.05
 """Margin on slopes: well below the difference between alphas a quarter apart. A quantity that
 grows as l^0.05 doubles in 10^6 steps."""

@@ -32,7 +32,7 @@ from lapa2_interp._util.values import Count, Natural, NotNegative, numbers_check
 from lapa2_interp.attention.trace import join_traces
 from lapa2_interp.bias.augmentation import Augmentation
 from lapa2_interp.bias.layout import Layout
-from lapa2_interp.bias.synthetic import draw_log_odds, geometric_lengths, log_odds_dataset
+from lapa2_interp.bias.synthetic import draw_means, geometric_lengths
 from lapa2_interp.generation.cell import Cell
 from lapa2_interp.generation.plan import BatchPlan
 from lapa2_interp.generation.resolve import cell_of
@@ -71,8 +71,8 @@ TERMINAL_ALPHAS = (0.5, 1.0)
 """Alphas whose verdicts are printed; tables/verdicts.csv has all."""
 L_PRE = 3
 """Keys of the synthetic prefix; "Very positive:" has as many."""
-SYNTHETIC_TEXTS = 20
-"""Draws of each family of synthetic logits."""
+SYNTHETIC_ROWS = 20
+"""Rows of logits of each family, each twice as long as the longest text."""
 
 
 @dataclass(frozen=True)
@@ -188,12 +188,11 @@ def run_proposition_study(
         # 1. Synthetic logits.
         if synthetic_length:
             lengths = geometric_lengths(synthetic_length, L_PRE)
-            drawn = draw_log_odds(lengths, L_PRE, texts=SYNTHETIC_TEXTS, seed=seed)
-            all_alphas = (0.0, *alphas)
-            tables["synthetic_shares"] = synthetic_shares(drawn, lengths, L_PRE, all_alphas)
-            tables["synthetic_slopes"] = synthetic_slopes(drawn, lengths, L_PRE, all_alphas)
-            verdicts.append(synthetic_verdicts(drawn, lengths, L_PRE, all_alphas))
-            traces["synthetic"] = log_odds_dataset(drawn, lengths)
+            means = draw_means(lengths, L_PRE, (0.0, *alphas), rows=SYNTHETIC_ROWS, seed=seed)
+            tables["synthetic_shares"] = synthetic_shares(means)
+            tables["synthetic_slopes"] = synthetic_slopes(means)
+            verdicts.append(synthetic_verdicts(means))
+            traces["synthetic"] = means
         # 2. Texts that every alpha generates for itself.
         run = _generate_texts(loaded, free, len(alphas), length, samples, seed)
         own = stack_alphas({alpha: trace for alpha, (_, trace) in _texts_by_alpha(run).items()})

@@ -1,22 +1,18 @@
-"""The propositions on synthetic logits: shares of attention, slopes and verdicts by family."""
+"""The propositions on synthetic logits: shares of attention, slopes and verdicts by family.
+
+All functions take the means of `bias.synthetic.draw_means`. Their intervals resample its rows.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pandas as pd
-from jaxtyping import Float, Int
 
 from lapa2_interp.bias.synthetic import LOGIT_FAMILIES
-from lapa2_interp.bias.theory import (
-    augmented_share,
-    fit_slopes,
-    prefix_share,
-    shifted_share,
-)
+from lapa2_interp.bias.theory import augmented_share, fit_slopes, prefix_share
 from lapa2_interp.paper.proposition_claims import (
-    ALPHAS,
     CLOSED_FORM,
     EXPECTED_SHARE,
     MEAN_DECAY,
@@ -28,119 +24,77 @@ from lapa2_interp.paper.proposition_claims import (
 )
 from lapa2_interp.stats import mean_interval
 
+if TYPE_CHECKING:
+    import xarray as xr
 
-def synthetic_shares(
-    drawn: Mapping[str, Float[np.ndarray, "text prefix length"]],
-    lengths: Int[np.ndarray, " length"],
-    l_pre: int,
-    alphas: Sequence[float] = ALPHAS,
-) -> pd.DataFrame:
-    """A' of every family, alpha and length: columns family, alpha, l, mean, low, high (95 %, texts
-    resampled), texts, predicted (Eq. 11), ratio (mean e_P / e_R)."""
-    r, rows = lengths / l_pre, []
-    for name, odds in drawn.items():
-        ratio = np.exp(odds + np.log(r - 1)).mean((0, 1))
-        for alpha in alphas:
-            shares = shifted_share(1 / (1 + np.exp(-odds)), alpha * np.log(r)).mean(1)
+
+def synthetic_shares(means: xr.Dataset) -> pd.DataFrame:
+    """A' of every family, alpha and length: columns family, alpha, l, mean, low, high, texts,
+    predicted (Eq. 11)."""
+    lengths, rows, l_pre = means["l"].to_numpy(), means["row"].size, means.attrs["l_pre"]
+    table = []
+    for family, shares in zip(means["family"].to_numpy(), means["share"].to_numpy(), strict=True):
+        for j, alpha in enumerate(means["alpha"].to_numpy()):
             predicted = augmented_share(lengths, l_pre, alpha)
             for i, l in enumerate(lengths):
-                interval = mean_interval(shares[:, i], np.arange(len(shares)), resamples=500)
-                rows.append(
-                    {"family": name, "alpha": alpha, "l": int(l), **interval.columns}
-                    | {"texts": interval.n, "predicted": predicted[i], "ratio": ratio[i]}
+                interval = mean_interval(shares[:, j, i], np.arange(rows), resamples=500)
+                table.append(
+                    {"family": family, "alpha": alpha, "l": l, **interval.columns}
+                    | {"texts": int(means["texts"][i]), "predicted": predicted[i]}
                 )
-    return pd.DataFrame(rows)
+    return pd.DataFrame(table)
 
 
-def synthetic_slopes(
-    drawn: Mapping[str, Float[np.ndarray, "text prefix length"]],
-    lengths: Int[np.ndarray, " length"],
-    l_pre: int,
-    alphas: Sequence[float] = ALPHAS,
-) -> pd.DataFrame:
+def synthetic_slopes(means: xr.Dataset) -> pd.DataFrame:
     """Slopes of every family and alpha: columns family, alpha, quantity ("log-odds", "log A'"),
     mean, low, high, texts, and
     `predicted`: alpha on log-odds, the closed form's own slope over these lengths on log A'."""
-    r, rows = lengths / l_pre, []
-    x = np.log(r)
-    for name, odds in drawn.items():
-        for alpha in alphas:
-            biased = odds + alpha * x
-            share = np.log(shifted_share(1 / (1 + np.exp(-odds)), alpha * x).mean(1))
+    lengths, rows, l_pre = means["l"].to_numpy(), means["row"].size, means.attrs["l_pre"]
+    x, row, table = np.log(lengths), np.arange(rows), []
+    for family, ratios, shares in zip(
+        means["family"].to_numpy(),
+        means["log_ratio"].to_numpy(),
+        means["share"].to_numpy(),
+        strict=True,
+    ):
+        for j, alpha in enumerate(means["alpha"].to_numpy()):
+            closed_form = np.log(augmented_share(lengths, l_pre, alpha))
             measured = {
-                "log-odds": (fit_slopes(x, biased + np.log(r - 1)).mean(1), alpha),
-                "log A'": (
-                    fit_slopes(x, share),
-                    float(fit_slopes(x, np.log(augmented_share(lengths, l_pre, alpha)))),
-                ),
+                "log-odds": (mean_interval(fit_slopes(x, ratios) + alpha, row), alpha),
+                "log A'": (mean_curve_slope(x, shares[:, j], row), fit_slopes(x, closed_form)),
             }
-            for quantity, (values, predicted) in measured.items():
-                interval = mean_interval(values, np.arange(len(values)))
-                rows.append(
-                    {"family": name, "alpha": alpha, "quantity": quantity, **interval.columns}
-                    | {"texts": interval.n, "predicted": predicted}
+            for quantity, (interval, predicted) in measured.items():
+                table.append(
+                    {"family": family, "alpha": alpha, "quantity": quantity, **interval.columns}
+                    | {"texts": int(means["texts"].min()), "predicted": float(predicted)}
                 )
-    return pd.DataFrame(rows)
+    return pd.DataFrame(table)
 
 
-def synthetic_verdicts(
-    drawn: Mapping[str, Float[np.ndarray, "text prefix length"]],
-    lengths: Int[np.ndarray, " length"],
-    l_pre: int,
-    alphas: Sequence[float] = ALPHAS,
-) -> pd.DataFrame:
-    """Verdicts on the claims, on every family with the assumptions that it keeps or breaks.
+def synthetic_verdicts(means: xr.Dataset) -> pd.DataFrame:
+    """Verdicts on the claims, on every family with the assumptions that it keeps or breaks; texts
+    are those of all rows.
 
     The law of the bias is not tested: synthetic A' is computed by it.
     (`tests/paper/test_propositions.py` puts the bias on whole rows of logits.)
     """
-    x, rows = np.log(lengths), []
-    for name, odds in drawn.items():
-        texts, ratio = np.arange(len(odds)), odds + np.log(lengths / l_pre - 1)
+    lengths, l_pre = means["l"].to_numpy(), means.attrs["l_pre"]
+    x, row, table = np.log(lengths), np.arange(means["row"].size), []
+    for name in means["family"].to_numpy():
+        of_family = means.sel(family=name)
+        ratio, plain = of_family["log_ratio"].to_numpy(), of_family["share"].sel(alpha=0).to_numpy()
         family = LOGIT_FAMILIES.get(name)
         where = f"{ON_SYNTHETIC}{name}" + (f" ({family.keeps})" if family else "")
-        share = 1 / (1 + np.exp(-odds))
-        start = share[..., 0].mean(1) / float(prefix_share(float(lengths[0]), l_pre))
-        enough_draws = [_effective_draws(share[..., i]) >= MIN_DRAWS for i in range(len(lengths))]
-        rows.append(
-            _inconclusive_unless(
-                enough_draws[0], verdict_row(EXPECTED_SHARE, where, mean_interval(start, texts), 1)
-            )
-        )
-        rows.append(
-            _inconclusive_unless(
-                all(enough_draws),
-                verdict_row(MEAN_DECAY, where, mean_curve_slope(x[None], share.mean(1), texts), -1),
-            )
-        )
-        rows.append(rate_row(where, x[None], {"": ratio.mean(1)}, texts))
-        rows.append(
-            verdict_row(TYPICAL_RATIO, where, mean_interval(fit_slopes(x, ratio).mean(1), texts), 0)
-        )
-        for alpha in sorted({alpha for alpha in alphas if alpha > 0}):
-            closed_form = augmented_share(lengths[-1:], l_pre, alpha)
-            ratios = (
-                shifted_share(share[..., -1], alpha * np.log(lengths[-1] / l_pre)) / closed_form
-            ).mean(1)
-            rows.append(
-                verdict_row(CLOSED_FORM, where, mean_interval(ratios, texts), 1, alpha=alpha)
-            )
-    return pd.DataFrame(rows)
-
-
-MIN_DRAWS = 100
-"""Effective draws that a verdict on a mean needs."""
-
-
-def _effective_draws(shares: Float[np.ndarray, "*draw"]) -> float:
-    """The effective number of draws of a mean, (sum a)^2 / sum a^2: few if rare draws make up most
-    of the mean."""
-    return float(shares.sum() ** 2 / (shares**2).sum())
-
-
-def _inconclusive_unless(enough_draws: bool, row: dict[str, object]) -> dict[str, object]:
-    """The row, with the verdict inconclusive unless the mean has enough effective draws.
-
-    An interval from draws says nothing about rarer ones.
-    """
-    return row if enough_draws else row | {"verdict": "inconclusive"}
+        start = mean_interval(plain[:, 0] / prefix_share(lengths[0], l_pre), row)
+        typical = mean_interval(fit_slopes(x, ratio), row)
+        table += [
+            verdict_row(EXPECTED_SHARE, where, start, 1),
+            verdict_row(MEAN_DECAY, where, mean_curve_slope(x, plain, row), -1),
+            rate_row(where, x[None], {"": ratio}, row),
+            verdict_row(TYPICAL_RATIO, where, typical, 0),
+        ]
+        for alpha in means["alpha"].to_numpy()[means["alpha"] > 0]:
+            last = of_family["share"].sel(alpha=alpha).to_numpy()[:, -1]
+            reached = mean_interval(last / augmented_share(lengths[-1], l_pre, alpha), row)
+            table.append(verdict_row(CLOSED_FORM, where, reached, 1, alpha=alpha))
+    return pd.DataFrame(table).assign(texts=int(means["texts"].min()))

@@ -13,7 +13,8 @@ what they are worth.
 2. **Tune**: three places of the bias (all heads, the chosen heads, as many random heads) at four
    strengths. For each place, the strength is interpolated at which the perplexity of the
    continuations, given their prompts, is `budget` times that of the method without bias. A place
-   that does not reach it is not comparable.
+   that does not reach it is not comparable. Before anything else a few texts show whether the bias
+   moves perplexity at all.
 3. **Judge**: five arms on prompts that decided nothing. Three tests, with Holm's correction: the
    chosen heads against no bias, all heads, and random heads.
 
@@ -88,8 +89,12 @@ from lapa2_interp.tasks.task import Prompts, Task
 WORDINGS = ("Extremely {attribute}:", "In a {attribute} tone:")
 """Other prefixes, with which heads are chosen again."""
 TABLE, TESTS, TUNING = "table.csv", "tests.csv", "tuning.csv"
-"""Files of a result's folder, beside the card; the texts are in the runs tune/ and judge/, the page
+"""Files of a result's folder, beside the card; the texts are in the runs first/,
+tune/ and judge/, the page
 is report.html."""
+STILL = 0.1
+"""The bias hardly moves perplexity if it changes its logarithm by less than this share of that of
+the budget."""
 GAINS = {"more": "a gain", "less": "a loss", "not decided": "no sure difference"}
 """What the card says of a `verdict` on the method without bias."""
 
@@ -134,7 +139,7 @@ def steer(
         >>> from lapa2_interp import steer
         >>> prompts = [f"The {i}th of the" for i in range(32)]
         >>> found = steer("planted", prompts, out="steered", method="prefix", length=12, workers=1,
-        ...     notify=lambda line: None)
+        ...     perplexity="tiny-llama", budget=1.01, notify=lambda line: None)
         >>> list(found.tests["against"])
         ['no bias', 'all heads', 'random heads']
 
@@ -157,7 +162,8 @@ def steer(
             of `lapa2 scorers train`. The first decides. By default linear and adapter, for tasks
             that have them.
         perplexity: The model that measures perplexity; by default the model itself.
-        length: Tokens of a text, as in `lapa2 generate`.
+        length: Tokens of a text, on sentiment and topic the prompt's included, as in `lapa2
+            generate`.
         samples: Texts for each prompt and attribute.
         seed: Seed of the texts, of the split of the prompts, and of random heads.
         dtype: Precision of the texts; auto is bfloat16 or float32, whichever this machine computes
@@ -176,7 +182,8 @@ def steer(
     Raises:
         TaskError: The task lacks a second attribute or a classifier.
         CircuitError: No head can be chosen, or the prefixes have different lengths.
-        RunError: Too few prompts, a budget not above 1, other settings in `out`, or a failed cell.
+        RunError: Too few prompts, a budget not above 1, other settings in `out`, a failed cell, or
+            a bias that hardly moves perplexity.
     """
     chosen_task, folder = task if isinstance(task, Task) else load_task(task), Path(out)
     size, texts = model_size(str(model)), as_prompts(prompts).texts
@@ -207,6 +214,7 @@ def steer(
     parts = settings.parts()
     engine = partial(local_engine, workers, device, threads)  # a sweep closes its own
     _announce(settings, parts, engine(), yes, notify)
+    _check_that_perplexity_moves(folder, settings, parts["tune"][:FEW], engine(), device)
     selection = _choose(folder, settings, parts["choose"], device, notify)
     tuning = _tune(folder, settings, parts["tune"], selection, engine(), device)
     alphas = tuning[tuning["tuned"]].set_index("place")["alpha"].dropna().to_dict()
@@ -256,10 +264,14 @@ def _announce(
     size = model_size(settings.model)
     first = tuple((i // size.n_heads, i % size.n_heads) for i in range(settings.heads))
     bias = Augmentation(alpha=1.0, heads=first)
-    tuned = settings.cells(parts["tune"], CHOSEN, bias)
-    judged = settings.cells(parts["judge"], CHOSEN, bias)
-    arms = {"tune": 1 + len(TUNED) * len(STRENGTHS), "judge": len(settings.arms)}
-    need = estimate([*tuned * arms["tune"], *judged * arms["judge"]])
+    arms = {
+        "first": 1 + len(STRENGTHS),
+        "tune": 1 + len(TUNED) * len(STRENGTHS),
+        "judge": len(settings.arms),
+    }
+    prompts = {"first": parts["tune"][:FEW], **parts}
+    cells = [settings.cells(prompts[part], CHOSEN, bias) * n for part, n in arms.items()]
+    need = estimate([cell for of_part in cells for cell in of_part])
     check_affordable(need.texts, need.row_tokens, need.memory, yes)
     notify(
         f"{len(parts['choose'])} prompts choose {settings.heads} heads, {len(parts['tune'])} tune,"
@@ -311,7 +323,7 @@ def _choose(
 
 
 def _make(
-    folder: Path, name: str, cells: Sequence[Cell], chosen: Selection, engine: Engine
+    folder: Path, name: str, cells: Sequence[Cell], chosen: Selection | None, engine: Engine
 ) -> pd.DataFrame:
     """The texts of cells, from a run in the folder.
 
@@ -331,12 +343,66 @@ def _make(
             " command goes on"
         )
     weights = run.manifest(unique[0].key).model.weights
-    if weights != chosen.weights:
+    if chosen is not None and weights != chosen.weights:
         raise RunError(
             f"the heads of {folder / CARD} were chosen in {chosen.weights}, and the texts are of"
             f" {weights}; choose another {parameter('out')}"
         )
     return run.texts()
+
+
+def _check_that_perplexity_moves(
+    folder: Path,
+    settings: SteerSettings,
+    prompts: Sequence[str],
+    engine: Engine,
+    device: str | None,
+) -> None:
+    """Make a few texts with the bias in all heads, before heads are chosen.
+
+    Raises:
+        RunError: The bias leaves perplexity where it is at every strength, far from the budget.
+    """
+    arms = {(BASELINE, 0.0): settings.cells(prompts, NO_BIAS)}
+    arms |= {
+        (ALL, alpha): settings.cells(prompts, ALL, Augmentation(alpha=alpha)) for alpha in STRENGTHS
+    }
+    log_ppl = _curves(folder, settings, "first", arms, None, engine, device).curve(ALL)[..., 0]
+    change, low, high = resampled_interval(log_ppl[:, 1:] - log_ppl[:, :1], len(prompts))
+    if max(-low.min(), high.max()) < STILL * np.log(settings.budget):
+        raise RunError(
+            f"the bias hardly moves perplexity: in all heads, at alpha {STRENGTHS[0]:g} to"
+            f" {STRENGTHS[-1]:g}, it is {np.exp(change.min()):.3f} to"
+            f" {np.exp(change.max()):.3f} times that without bias ({len(prompts)} prompts, measured"
+            f" by {settings.perplexity}), so that no strength costs the budget of"
+            f" {settings.budget:g} times; let another model measure it"
+            f" ({parameter('perplexity', 'MODEL')}), or choose longer texts"
+            f" ({parameter('length')}), a smaller {parameter('budget')} or another model, in"
+            f" another {parameter('out')}"
+        )
+
+
+def _curves(
+    folder: Path,
+    settings: SteerSettings,
+    name: str,
+    arms: Mapping[tuple[str, float], Sequence[Cell]],
+    chosen: Selection | None,
+    engine: Engine,
+    device: str | None,
+) -> SteeringCurves:
+    """Perplexities of the texts of places and strengths."""
+    cells = [cell for of_arm in arms.values() for cell in of_arm]
+    texts = _make(folder, name, cells, chosen, engine)
+    scores = _scores(folder, settings, texts, device, ["perplexity"])
+    of_cell = {cell.key: arm for arm, of_arm in arms.items() for cell in of_arm}
+    pairs = [of_cell[key] for key in scores["cell"]]
+    scores = scores.assign(
+        family=[family for family, _ in pairs],
+        strength=[alpha for _, alpha in pairs],
+        nll=np.log(scores["value"]),
+    )
+    return SteeringCurves(scores, [], resamples=4000)
 
 
 def _tune(
@@ -352,17 +418,7 @@ def _tune(
     for arm in TUNED:
         for alpha in STRENGTHS:
             arms[arm, alpha] = settings.cells_with_bias(prompts, arm, alpha, chosen)
-    cells = [cell for of_arm in arms.values() for cell in of_arm]
-    texts = _make(folder, "tune", cells, chosen, engine)
-    scores = _scores(folder, settings, texts, device, ["perplexity"])
-    of_cell = {cell.key: arm for arm, of_arm in arms.items() for cell in of_arm}
-    pairs = [of_cell[key] for key in scores["cell"]]
-    scores = scores.assign(
-        family=[family for family, _ in pairs],
-        strength=[alpha for _, alpha in pairs],
-        nll=np.log(scores["value"]),
-    )
-    curves = SteeringCurves(scores, [], resamples=4000)
+    curves = _curves(folder, settings, "tune", arms, chosen, engine, device)
     tried = np.array([0.0, *STRENGTHS])
     frames = []
     for arm in TUNED:

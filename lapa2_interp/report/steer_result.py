@@ -203,7 +203,18 @@ class Steered:
             task, prompts, device: As the command line gave them.
         """
         if self.selection.alpha is None:
-            return f"another {parameter('budget')} may be within reach"
+            of_chosen = self.tuning[(self.tuning["place"] == CHOSEN) & ~self.tuning["tuned"]]
+            most = float(of_chosen["ratio"].max())
+            reader = parameter("perplexity", "MODEL")
+            way = (
+                f"a smaller {parameter('budget')}"
+                if most > 1
+                else f"another model that measures it ({reader})"
+            )
+            return (
+                f"the bias in these heads costs at most {most:.3f} times the perplexity; steer with"
+                f" {way} or with more {parameter('heads')}, in another {parameter('out')}"
+            )
         if verdict(self.tests.to_dict("records")[0]) != "more":
             return "it is not shown that steering with these heads gains; more prompts may decide"
         return f"steer with\n    {self.command(task, prompts, device)}"

@@ -119,14 +119,17 @@ def generate(
             `methods.get`.
         parameters: Parameters of a method given by name.
         task: A name of `lapa2 tasks`, the path of a task file, or a task.
-        prefix: The hard prefix instead of the task's; without an attribute it needs no task.
+        prefix: The hard prefix instead of the task's; without an attribute it needs no task. It is
+            joined to the prompt as it is, as in the paper's code: "Very formal:The lake". For a
+            space between them, begin the prompt with one.
         alpha: Strength of LaPA2, or of an augmentation that leaves its alpha open, >= 0; by default
             the method's own or the recipe's, and 0 is the base method.
         augmentation: The bias: an `Augmentation`, a tuple of those that act together, recipes such
             as "instaboost:M=5", a dict of fields, of which each may be a list of values, or "none".
         label: Name of the arm; by default the recipe's, or made of the fields.
-        length: Tokens of a text. It counts the prompt's tokens where the task does (sentiment and
-            topic): after a prompt of two tokens, length=32 makes 30 new ones.
+        length: Tokens of a text. On sentiment and topic they include the prompt's, as in the paper:
+            after a prompt of two tokens, length=32 makes 30 new ones. On detox and in chats all are
+            new. A task file sets `length_counts_prompt`.
         samples: Continuations per prompt.
         seed: Seed of the random streams.
         top_k: Number of tokens of largest controlled weight that are kept; 1 is greedy.

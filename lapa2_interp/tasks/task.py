@@ -40,7 +40,7 @@ from lapa2_interp.tasks.segmentation import words
 EXAMPLE = """length_counts_prompt = true        # "length" tokens include the prompt's, and the saved text begins with it
 
 [attributes.calm]
-prefix = "Very calm:"              # joined to the prompt as it stands
+prefix = "Very calm:"              # joined to the prompt as it stands, without a space
 
 [attributes.angry]
 prefix = "Very angry:"

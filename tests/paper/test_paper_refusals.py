@@ -13,7 +13,7 @@ from test_propositions import made_trace
 
 from lapa2_interp import Augmentation
 from lapa2_interp._util.errors import DataError, GridError, RunError, ScoringError, TraceError
-from lapa2_interp.bias.synthetic import draw_log_odds, geometric_lengths
+from lapa2_interp.bias.synthetic import draw_means, geometric_lengths
 from lapa2_interp.paper import reported
 from lapa2_interp.paper.equal_perplexity import SteeringCurves
 from lapa2_interp.paper.power import power_table
@@ -97,8 +97,8 @@ CALLS = {
     },
     "a prediction for another span": (predicted, "not of span 'bos'"),
     "falling lengths": (lambda: geometric_lengths(10, 3), "lengths from 64 to 10 are too few to fit a slope"),
-    "a prefix of no keys": (lambda: draw_log_odds(lengths(), 0), "the prefix must have 1 to 63 keys .* found 0"),
-    "no synthetic texts": (lambda: draw_log_odds(lengths(), 3, texts=0), "at least one text, found 0"),
+    "a prefix of no keys": (lambda: draw_means(lengths(), 0, (0.0,)), "the prefix must have 1 to 63 keys .* found 0"),
+    "no synthetic rows": (lambda: draw_means(lengths(), 3, (0.0,), rows=0), "at least one row, found 0"),
     "claims of other grids": (lambda: power(claims((3.0, 1.5, 0.6)).assign(grids="another")),
      "no claim of an item of mine has a number .*tables/", DataError),
     "claims without an error": (lambda: power(claims((3.0, 1.5, 0.6)).assign(error=np.nan)), "no claim", DataError),

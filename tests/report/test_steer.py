@@ -341,8 +341,19 @@ def test_prompts_of_one_text_are_counted_once_and_told(tmp_path):
     ]
 
 
-def test_a_place_that_is_not_comparable_has_no_number(steered, tmp_path):
+def test_perplexity_that_stands_still_is_found_before_heads_are_chosen(tmp_path):
+    """Without a prefix the planted model gives every word the same probability, so that its
+    perplexity is the number of its words, whatever the bias does."""
+    with pytest.raises(RunError, match=r"hardly moves.* 1\.000 to 1\.000 times .*perplexity=MODEL"):
+        steer("planted", PROMPTS, "sentiment", out=tmp_path / "out", notify=lambda line: None,
+              **(GIVEN | {"budget": 1.2}))  # fmt: skip
+    assert not (tmp_path / "out" / CARD).exists()
+    assert not (tmp_path / "out" / "tune").exists()
+
+
+def test_a_place_that_is_not_comparable_has_no_number(steered, tmp_path, monkeypatch):
     """The budget is out of reach: no arm of a place is judged, and nothing is claimed."""
+    monkeypatch.setattr("lapa2_interp.report.steer.STILL", 0.0)
     shutil.copytree(steered.folder, tmp_path, dirs_exist_ok=True)  # with the texts that tune
     shutil.rmtree(tmp_path / "judge")
     settings = json.loads((tmp_path / SETTINGS).read_text("utf-8"))
@@ -357,6 +368,8 @@ def test_a_place_that_is_not_comparable_has_no_number(steered, tmp_path):
     assert "does not reach 50 times the perplexity" in made.selection.gain
     assert set(made.table["arm"]) == {NO_BIAS}
     assert "not comparable" in made.summary()
+    most = made.tuning.query("place == @CHOSEN")["ratio"].max()
+    assert f"costs at most {most:.3f} times" in made.next_step("sentiment", tmp_path)
 
 
 def test_parameters_are_hard_prefixes_without_pro_aug_unless_given(steered):
