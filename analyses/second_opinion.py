@@ -32,7 +32,7 @@ from lapa2_interp import Selection
 from lapa2_interp._util.files import write_text
 from lapa2_interp._util.progress import progress_bar
 from lapa2_interp._util.table_formats import as_csv, as_text
-from lapa2_interp.bias.text_start import usual_start
+from lapa2_interp.bias.text_start import named_start
 from lapa2_interp.generation.cell import Cell
 from lapa2_interp.models.load import load_transformers
 from lapa2_interp.paper.scripts import ScriptOptions
@@ -125,7 +125,7 @@ if options.train:
 def nll(name: str, texts: pd.DataFrame) -> pd.DataFrame:
     """Sum and mean of -ln P over the tokens of each continuation."""
     network, tokenizer, _ = load_transformers(name, "float32")
-    bos = usual_start(tokenizer)
+    bos = named_start(tokenizer)
     order, bits = texts["text"].str.len().sort_values().index, {}
     with progress_bar(len(order), Path(name).name, "text") as bar:
         for start in range(0, len(order), ROWS):

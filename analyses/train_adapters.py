@@ -35,7 +35,7 @@ from lapa2_interp._util.files import read_checkpoint, temporary_folder, write_ch
 from lapa2_interp._util.progress import progress_bar
 from lapa2_interp._util.terminal import stop_on_sigterm
 from lapa2_interp._util.version import __version__
-from lapa2_interp.bias.text_start import usual_start
+from lapa2_interp.bias.text_start import named_start
 from lapa2_interp.methods.registry import load_task
 from lapa2_interp.models.smollm2 import SMOLLM2
 from lapa2_interp.paper.scripts import ScriptOptions, whole_number
@@ -312,7 +312,7 @@ def train_adapter(
         "data": [[corpus.sha256, weight] for corpus, weight in (*data.corpora, *data.graded)],
     }
     checkpoint = folder / f"{task}-adapter.checkpoint"
-    start = usual_start(tokenizer)
+    start = named_start(tokenizer)
     tensors, tokens, seconds = train(network, start, sources, recipe, checkpoint, plan)
     libraries = {
         package: importlib.metadata.version(package)

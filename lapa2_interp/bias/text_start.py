@@ -93,16 +93,16 @@ def text_start(owner: Any, start: str | None = AUTO_START, model_type: str = "")
         token = None
         if start not in (None, NO_START):
             usual = start == USUAL_START
-            token = _required_start(tokenizer) if usual else _start_by_name(tokenizer, str(start))
-        same = (token is None or usual_start(tokenizer) is not None) and text_start(
-            owner, AUTO_START, model_type
-        )
-        is_known = same and same.token == token and not same.is_guess
-        return same if is_known else TextStart(token, "it was set")
+            token = named_start(tokenizer) if usual else _start_by_name(tokenizer, str(start))
+        if usual_start(tokenizer) is not None:
+            decided = text_start(owner, AUTO_START, model_type)
+            if decided.token == token and not decided.is_guess:
+                return decided
+        return TextStart(token, "it was set")
     settled: TextStart | None = getattr(tokenizer, "lapa2_start", None)
     prepends = getattr(getattr(owner, "cfg", None), "default_prepend_bos", None)
     if prepends is not None and (settled is None or prepends != (settled.token is not None)):
-        token = _required_start(tokenizer) if prepends else None
+        token = named_start(tokenizer) if prepends else None
         return TextStart(token, f"the model's cfg.default_prepend_bos is {bool(prepends)}")
     if settled is not None:
         return settled
@@ -112,10 +112,10 @@ def text_start(owner: Any, start: str | None = AUTO_START, model_type: str = "")
     if model_type in MODELS_WITHOUT_START:
         return TextStart(None, f"models of type {model_type} read none")
     if model_type in MODELS_WITH_START:
-        return TextStart(_required_start(tokenizer), f"models of type {model_type} read it")
+        return TextStart(named_start(tokenizer), f"models of type {model_type} read it")
     if name.startswith(TOKENIZERS_WITHOUT_START):
         return TextStart(None, f"a {name} adds none")
-    token = _required_start(tokenizer)
+    token = named_start(tokenizer)
     if name.startswith(TOKENIZERS_WITH_START) or tokenizer.bos_token in CHAT_MARKERS:
         return TextStart(token, "models with such a tokenizer read it")
     return TextStart(token, "its tokenizer names it", is_guess=True)
@@ -183,6 +183,20 @@ def usual_start(tokenizer: PreTrainedTokenizerBase) -> int | None:
     return bos if bos is not None else eos
 
 
+def named_start(tokenizer: PreTrainedTokenizerBase) -> int:
+    """`usual_start`, of a tokenizer that must name one.
+
+    Raises:
+        LayoutError: It has neither BOS nor EOS.
+    """
+    if (start := usual_start(tokenizer)) is None:
+        raise LayoutError(
+            "the tokenizer has neither a BOS nor an EOS token; set bos_token, in Python or in its"
+            " tokenizer_config.json, or give start='none'"
+        )
+    return start
+
+
 def prepended_token(tokenizer: PreTrainedTokenizerBase) -> int | None:
     """The only token that a tokenizer itself puts in front of a text; None if it puts none, or
     several."""
@@ -211,15 +225,6 @@ def _token_id(tokenizer: PreTrainedTokenizerBase, token: str | None) -> int | No
     found = None if token is None else tokenizer.convert_tokens_to_ids(token)
     unknown = found == tokenizer.unk_token_id and token != tokenizer.unk_token
     return None if unknown or not isinstance(found, int) else int(found)
-
-
-def _required_start(tokenizer: PreTrainedTokenizerBase) -> int:
-    if (start := usual_start(tokenizer)) is None:
-        raise LayoutError(
-            "the tokenizer has neither a BOS nor an EOS token; set bos_token, in Python or in its"
-            " tokenizer_config.json, or give start='none'"
-        )
-    return start
 
 
 def _start_by_name(tokenizer: PreTrainedTokenizerBase, name: str) -> int:

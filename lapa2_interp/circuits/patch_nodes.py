@@ -133,8 +133,8 @@ def make_patch_units(
         has_bos = all(example.layouts[0].n_bos for example in contrast_set.examples)
         lacking = {"prefix"} if soft else set()
         lacking |= set() if has_bos else {"bos"}
-        usual = ("bos" if soft else "prefix", "prompt", "last", "generated")
-        usual = tuple(name for name in usual if name not in lacking)
+        first = "bos" if soft else "prefix"
+        usual = [name for name in (first, "prompt", "last", "generated") if name not in lacking]
         kind, columns = "slots", usual if slots is None else tuple(slots)
         known = [name for name in get_args(Slots) if name not in lacking]
         if together is not None and slots is not None:

@@ -36,7 +36,7 @@ from torch import Tensor, nn
 
 from lapa2_interp._util.errors import ScoringError, parameter
 from lapa2_interp._util.files import atomic_write
-from lapa2_interp.bias.text_start import usual_start
+from lapa2_interp.bias.text_start import named_start
 from lapa2_interp.models.card import check_not_quantised, short_context
 from lapa2_interp.models.load import load_transformers, move_to_device
 from lapa2_interp.models.prepacked import prepacked
@@ -259,7 +259,7 @@ class AdapterClassifier:
                 windows.append(window)
                 owners.append(owner)
         # Logits of the windows, with one row for windows of the same beginning.
-        start, device = usual_start(self.tokenizer), self.network.head.weight.device
+        start, device = named_start(self.tokenizer), self.network.head.weight.device
         sums = np.zeros((len(texts), self.network.head.out_features))
         tokens = np.zeros(len(texts))
         groups = sorted(group_by_beginning(windows), key=lambda group: len(windows[group[-1]]))

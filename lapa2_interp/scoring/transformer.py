@@ -218,7 +218,7 @@ class Perplexity(NetworkScorer):
                     f"begins with {self.tokenizer.convert_ids_to_tokens(bos)}"
                 )
                 continue
-            texts[index] = [bos, *ids] if self.doubled_bos else ids
+            texts[index] = [*self._front, *ids] if self.doubled_bos else ids
         yield left_out
         # The passes of this check cost as much as a few texts: scores of a cache need none.
         if texts and not self._checked:

@@ -452,7 +452,7 @@ def test_a_chat_is_explained_and_traced_whole(chatting):
     assert sum(key["boosted"] for key in facts["tokens"]) == layout.l_pre
     assert [step["step"] for step in facts["steps"]][-3:] == [0, 1, 2]
     made = continue_chat(model, task, rule, length=5, samples=3, trace="full")
-    sums = sum(made.trace[name] for name in ("bos", "prefix", "prompt", "generated"))
+    sums = sum(made.trace[name] for name in ("prefix", "prompt", "generated"))
     for i, tokens in enumerate(made.texts["tokens"]):
         assert np.abs(sums[0, i, : len(tokens)] - 1).max() < 1e-5
     alone = continue_chat(model, task, rule, length=5)
@@ -476,7 +476,7 @@ def test_chats_are_continued_together_as_alone(chatting):
         rows = slice(2 * i, 2 * i + 2)
         for column in ("tokens", "continuation"):
             assert together.texts[column][rows].tolist() == alone.texts[column].tolist()
-        for name in ("prefix", "bos", "prompt", "generated"):
+        for name in ("prefix", "prompt", "generated"):
             np.testing.assert_allclose(together.trace[name][:, rows], alone.trace[name], atol=1e-6)
 
 

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 
 from lapa2_interp import Augmentation, augmented, generate, load_run
 from lapa2_interp._util.errors import LayoutError, ScoringError
-from lapa2_interp.attention.trace import SUMS
+from lapa2_interp.attention.trace import sums_in
 from lapa2_interp.bias.layout import Layout
 from lapa2_interp.bias.tokens import decode_answer
 from lapa2_interp.circuits.hidden_span import forced_logits
@@ -67,7 +67,7 @@ def answers(model, task=None, rule=None, **settings):
 
 
 def sums_of(trace):
-    return np.stack([trace[name].to_numpy() for name in SUMS])
+    return np.stack([trace[name].to_numpy() for name in sums_in(trace)])
 
 
 def test_a_row_is_an_answer_with_its_turn_its_message_and_all_keys_before_it(chatting):
@@ -83,7 +83,7 @@ def test_a_row_is_an_answer_with_its_turn_its_message_and_all_keys_before_it(cha
             text = chatting.tokenizer.decode(row["context"])
             assert text.endswith(f"[user]{row['message']}[assistant]")
         assert texts["variant"].str.contains("keep_turns=True").all() == bool(parameters)
-        total = sum(trace[name] for name in ("bos", "prefix", "prompt", "generated"))
+        total = sum(trace[name] for name in ("prefix", "prompt", "generated"))
         assert np.abs(total - 1).max() < 1e-5
 
 
@@ -239,7 +239,7 @@ def test_pages_and_sheets_take_a_chat_of_several_turns(chatting, tmp_path):
     # Keys before the span are keys of the page, too.
     parts, text = shown.data["parts"], "[system]Be brief.[user]Where is it?[assistant]"
     before, span = len("[system]"), len("Be brief.")
-    assert parts == ["bos"] + ["prompt"] * (before - 1) + ["prefix"] * span + ["prompt"] * (
+    assert parts == ["prompt"] * before + ["prefix"] * span + ["prompt"] * (
         len(text) - before - span
     )
     assert "".join(shown.data["arms"][0]["keys"][: len(parts)]) == text
