@@ -176,7 +176,7 @@ def test_a_setting_without_effect_is_refused(model, name):
 def test_every_setting_is_followed_or_refused():
     followed = {
         "model", "attribute", "method", "parameters", "task", "prefix", "alpha", "augmentation",
-        "length", "doubled_bos",
+        "length", "doubled_bos", "start",
     }  # fmt: skip
     assert followed | {*NOT_FOLLOWED} == {*CellSettings.model_fields, "device"}
     assert not followed & {*NOT_FOLLOWED}
