@@ -216,28 +216,6 @@ def test_the_links_of_a_document_lead_somewhere(file):
     assert not wrong
 
 
-def number_of_words(file):
-    """Words as they are read: without marks of Markdown, pictures and addresses."""
-    text = re.sub(r"!\[[^\]]*\]\([^)]*\)|(?<=\])\([^)]*\)", "", rendered(file.read_text("utf-8")))
-    text = re.sub(r"^[|: -]+$|^ *- |\|", " ", text, flags=re.MULTILINE)
-    return len(re.sub(r"[*#`\[\]]", "", text).split())
-
-
-def test_the_pages_that_tell_results_are_short():
-    studies = {
-        file.name: number_of_words(file) for file in (ROOT / "docs" / "studies").glob("*.md")
-    }
-    assert number_of_words(ROOT / "README.md") <= 600
-    assert number_of_words(ROOT / "docs" / "results.md") <= 3000
-    assert number_of_words(ROOT / "docs" / "without-the-matrix.md") <= 700
-    assert not {name: words for name, words in studies.items() if words > 500}
-
-
-def test_the_pages_are_short_together():
-    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
-    assert sum(map(number_of_words, pages)) <= 24000
-
-
 @pytest.mark.parametrize("file", PAGES, ids=name_of)
 def test_no_line_of_a_document_is_long(file):
     """Tables and links cannot be broken."""
