@@ -132,7 +132,7 @@ class Forbid(LogitsProcessor):
         {"logits_processor": LogitsProcessorList([Forbid()])},
         {"use_cache": True, "num_beams": 1, "top_p": 1.0, "repetition_penalty": 1.0, "top_k": None},
     ],
-    ids=str,
+    ids=" ".join,
 )
 def test_settings_and_the_models_own_are_followed_as_transformers_follows_them(settings):
     network = family_of("Llama")
@@ -239,7 +239,7 @@ def test_what_the_models_own_settings_ask_for_is_refused():
         ("mistral", {"sliding_window": 8}, "'sliding_attention', which see 8 keys"),
         ("gpt_neo", {**FAMILIES["GPT-Neo"].settings, "window_size": 8}, "'local', which see 8"),
     ],
-    ids=str,
+    ids=" ".join,
 )
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_model_that_it_would_misread_is_refused(model_type, settings, problem, dtype):

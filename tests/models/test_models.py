@@ -15,7 +15,7 @@ from conftest import HAS_HOOKED, TINY, load
 from lapa2_interp import generate, load_model
 from lapa2_interp._util.errors import DeadHookError, ModelError, ScoringError
 from lapa2_interp._util.files import sha256_of
-from lapa2_interp.bias.layout import TextMarkers, text_markers
+from lapa2_interp.bias.text_start import TextMarkers, text_markers
 from lapa2_interp.models import load as models
 from lapa2_interp.models import load_tokenizer, model_card, smollm2
 from lapa2_interp.models.card import DEFAULT_CONTEXT, TransformersModel, context_length
