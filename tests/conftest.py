@@ -187,6 +187,7 @@ def soft_prefix(
     """A random soft prefix for a model, of the size its own keys and values have."""
     import torch
 
+    from lapa2_interp.bias.text_start import start_setting
     from lapa2_interp.models import model_card
     from lapa2_interp.prefixes.soft_prefix import PrefixCard, SoftPrefix, kv_shape
 
@@ -201,6 +202,7 @@ def soft_prefix(
         "set": name,
         "model": card.name,
         "weights": card.weights,
+        "start": start_setting(model, "auto"),
     }
     return SoftPrefix(
         keys, values, PrefixCard(**own, shape=shape, shifted=shifted, origin="random")

@@ -29,7 +29,7 @@ from safetensors.torch import load_file
 from transformers import DynamicCache
 
 from lapa2_interp import Augmentation, generate, load_model
-from lapa2_interp.attention.trace import SUMS
+from lapa2_interp.attention.trace import SUMS, sums_in
 from lapa2_interp.bias.layout import Layout, Span
 from lapa2_interp.generation import loop
 from lapa2_interp.models.load import load_transformers
@@ -203,10 +203,10 @@ def ids_of(name, text):
     return [n_special + bytes_in_order[letter] for letter in text]
 
 
-def branches_of(name, method, prompt, rules, folder, doubled_bos=False):
+def branches_of(name, method, prompt, rules, folder, n_bos=1):
     """What each branch of a method reads, counted by hand."""
     branches = {}
-    own_bos = name == "tiny-llama"  # its tokenizer counts a BOS with every text
+    own_bos = name == "tiny-llama" and n_bos > 0  # its tokenizer counts a BOS with every text
     for branch, text in method.prefixes.items():
         soft = None
         if method.soft and text is not None:
@@ -218,7 +218,7 @@ def branches_of(name, method, prompt, rules, folder, doubled_bos=False):
         join = ids_of(name, method.join) if text is not None else []
         augmented = text is not None or method.pro_aug
         branches[branch] = Branch(
-            [0] * (1 + doubled_bos), prefix, join + read, counted, soft, rules * augmented
+            [0] * n_bos, prefix, join + read, counted, soft, rules * augmented
         )
     return branches
 
@@ -236,9 +236,11 @@ def sums_of(attention, branch, n_new):
 # --- the comparison
 
 
-def model_of(name, kind):
+def model_of(name, kind, start):
     if kind == FUSED:
-        return load_model(name, "float64", "cpu", PLAIN, attn="fused")
+        return load_model(name, "float64", "cpu", PLAIN, attn="fused", start=start)
+    if start == "none":
+        return load_model(name, "float64", "cpu", kind, start=start)
     return load(name, "float64", kind)
 
 
@@ -255,9 +257,10 @@ def drawn(monkeypatch):
     return steps
 
 
-def compare(case, kind, rules, folder, drawn, top_k=1, samples=1, doubled_bos=False):
+def compare(case, kind, rules, folder, drawn, top_k=1, samples=1, n_bos=1):
     """Assert that tokens, log-weights and attention of a run are those of decoding by hand."""
-    model, method = model_of(case.family, kind), METHODS[case.method]
+    start = "usual" if n_bos else "none"
+    model, method = model_of(case.family, kind, start), METHODS[case.method]
     parameters, folder = dict(method.parameters), folder / f"{case.family} {method.soft}"
     if method.soft:
         parameters["prefixes"] = str(folder)
@@ -277,17 +280,19 @@ def compare(case, kind, rules, folder, drawn, top_k=1, samples=1, doubled_bos=Fa
         samples=samples,
         top_k=top_k,
         patterns=patterns,
-        doubled_bos=doubled_bos,
+        doubled_bos=n_bos == 2,
     )
     if kind == FUSED:
         assert {*model.paths.values()} == {"fused"}
     texts, trace = run.texts(), run.trace()
     weights_atol, trace_atol = ATOL.get(kind, (1e-9, 1e-6))
     log_weights, uniforms = (torch.stack(values, dim=1) for values in zip(*drawn, strict=True))
-    names = [*SUMS, "prefix_tokens", *["pattern"] * bool(patterns)]
-    wanted = {name: np.full(trace[name].shape, np.nan) for name in names}
+    names = [*sums_in(trace), "prefix_tokens", *["pattern"] * bool(patterns)]
+    assert ("bos" in names) == (n_bos > 0)
+    wanted = {name: np.full(trace["prefix"].shape, np.nan) for name in SUMS}
+    wanted |= {name: np.full(trace[name].shape, np.nan) for name in names}
     for i, text in texts.iterrows():
-        branches = branches_of(case.family, method, text["prompt"], rules, folder, doubled_bos)
+        branches = branches_of(case.family, method, text["prompt"], rules, folder, n_bos)
         size, weights = SIZES[case.family], weights_of(case.family)
         steps = decode(weights, size, branches, method.combine, uniforms[i].tolist(), top_k)
         assert text["tokens"] == [step.token for step in steps]
@@ -366,7 +371,25 @@ def test_sampled_texts(case, kind, tmp_path, drawn):
 def test_two_bos_tokens_of_the_released_scripts(method, kind, tmp_path, drawn):
     for profile in ("released", "paper"):
         rules = ({"alpha": 1.0, "profile": profile},)
-        compare(Case(method, "tiny-llama"), kind, rules, tmp_path, drawn, doubled_bos=True)
+        compare(Case(method, "tiny-llama"), kind, rules, tmp_path, drawn, n_bos=2)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("method", "family", "rule"),
+    [
+        ("GPT-2+Prefix", "tiny-gpt2", {"alpha": 1.0}),
+        ("GPT-2+Prefix", "tiny-llama", {"alpha": 1.5, "phase": "everywhere", "law": "sqrt"}),
+        ("GPT-2+Prefix", "tiny-neox", {"alpha": 2.0, "span": ("prefix", (1, 2))}),
+        ("GPT-2+Prefix, shifted", "tiny-llama", {"alpha": 1.0, "phase": "after_span"}),
+        ("NegPrompt", "tiny-gpt2", {"alpha": 1.0, "profile": "released"}),
+        ("PREADD, away", "tiny-llama", {"alpha": 1.0, "law": "linear", "length_rule": "kv"}),
+        ("Palette", "tiny-neox", {"alpha": 0.5}),
+        ("Air-Decoding", "tiny-gpt2", {"alpha": 1.0}),
+    ],
+)
+def test_texts_that_start_with_nothing(method, family, rule, kind, tmp_path, drawn):
+    compare(Case(method, family), kind, (rule,), tmp_path, drawn, n_bos=0)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -239,7 +239,7 @@ def test_what_the_models_own_settings_ask_for_is_refused():
         ("mistral", {"sliding_window": 8}, "'sliding_attention', which see 8 keys"),
         ("gpt_neo", {**FAMILIES["GPT-Neo"].settings, "window_size": 8}, "'local', which see 8"),
     ],
-    ids=" ".join,
+    ids=str,
 )
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_model_that_it_would_misread_is_refused(model_type, settings, problem, dtype):

@@ -364,7 +364,10 @@ def test_probe_measures_both_ways(qwen_folder, capsys):
 
 
 def test_what_asks_for_a_start_token_that_is_not_there_is_refused(qwen_folder):
-    model = load_model("tiny-gpt2", start="none", device="cpu")
+    model, usual = (
+        load_model("tiny-gpt2", start="none", device="cpu"),
+        soft_prefix(load("tiny-gpt2")),
+    )
     layout = Layout.of(model, PREFIX, PROMPT)
     refused = {
         "span 'bos' has the start token": lambda: layout.spans("bos"),
@@ -385,9 +388,7 @@ def test_what_asks_for_a_start_token_that_is_not_there_is_refused(qwen_folder):
         r"text starts with nothing here, .* start='<\|endoftext\|>'": lambda: Layout.of(
             model, PREFIX, "<|endoftext|>The lake"
         ),
-        "behind the soft prefix 'positive' text starts with 'usual'": lambda: soft_prefix(
-            model
-        ).check(model),
+        "behind the soft prefix 'positive' text starts with 'usual'": lambda: usual.check(model),
     }
     kinds = (LayoutError, ModelError, PrefixError, Lapa2Error)
     for sentence, action in refused.items():
@@ -398,8 +399,8 @@ def test_what_asks_for_a_start_token_that_is_not_there_is_refused(qwen_folder):
 def test_a_soft_prefix_of_a_model_without_start_token_is_trained_for_it(qwen_folder):
     model = load_model(str(qwen_folder), device="cpu")
     prefix = soft_prefix(model)
-    started = replace(prefix, card=prefix.card.model_copy(update={"start": "none"}))
-    started.check(model)
+    assert prefix.card.start == "none"
+    prefix.check(model)
     layout = Layout.of(model, None, "The lake", soft=5)
     assert (layout.n_bos, layout.l_pre, len(layout)) == (0, 5, 13)
 
