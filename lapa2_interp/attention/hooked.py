@@ -116,7 +116,7 @@ def augmented(
             pipeline("text-generation", hf_model, tokenizer=tokenizer)(chat)
 
     Such rows are augmented at every query after the span, unless the augmentation names a phase.
-    The first token of a row counts as BOS unless it is in the span.
+    The first token of a row counts as BOS if it is a special token outside the span.
 
     Hooks on scores that are added before the block act before the augmentation, and hooks added
     inside the block after. So a law that reads the scores belongs in the innermost block.

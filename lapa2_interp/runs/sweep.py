@@ -23,7 +23,9 @@ from lapa2_interp._util.errors import (
 )
 from lapa2_interp._util.terminal import stop_on_sigterm
 from lapa2_interp._util.values import Count, numbers_checked
+from lapa2_interp.bias.text_start import text_start
 from lapa2_interp.generation.cell import Cell
+from lapa2_interp.models.load import shared_tokenizer
 from lapa2_interp.models.machine import Attn, Dtype, check_attn, faster_dtype, print_if_slow
 from lapa2_interp.runs.checks import check_device, check_grids
 from lapa2_interp.runs.engines import InProcess, local_engine
@@ -154,6 +156,7 @@ def sweep(
             notify(
                 f"{len(left)} of {len(cells)} cells to make: {left_to_make}, with"
                 f" {pluralize(runner.n_workers, 'worker')}\n{_listed_prefixes(left)}"
+                f"\n{_listed_starts(left)}"
             )
             # A cluster's machines may have other memory than this one.
             memory = left_to_make.memory if engine == "local" else 0
@@ -181,6 +184,17 @@ def _listed_prefixes(cells: Sequence[Cell]) -> str:
         for kind, names in methods.items()
     ]
     return f"prefixes: {'; '.join(listed)}"
+
+
+def _listed_starts(cells: Sequence[Cell]) -> str:
+    """What plain text starts with in each model, and who says so."""
+    listed = []
+    for model, start in dict.fromkeys((cell.model, cell.start) for cell in cells):
+        tokenizer = shared_tokenizer(model)
+        found = text_start(tokenizer, start)
+        token = "nothing" if found.token is None else tokenizer.decode([found.token])
+        listed.append(f"{token} in {model} ({found.source})")
+    return f"plain text starts with {'; '.join(listed)}"
 
 
 def _check_methods(cells: Sequence[Cell]) -> None:
