@@ -31,7 +31,7 @@ from lapa2_interp.attention.cache import PROMPT_SCORES, check_packing, new_rows
 from lapa2_interp.attention.continued_rows import continued_rows
 from lapa2_interp.attention.recorder import Recorder
 from lapa2_interp.attention.static_rows import WARM_UP
-from lapa2_interp.attention.trace import SUMS
+from lapa2_interp.attention.trace import sums_in
 from lapa2_interp.bias.augmentation import active_augmentations
 from lapa2_interp.bias.layout import left_pad
 from lapa2_interp.bias.padded_rows import PaddedRows
@@ -69,8 +69,8 @@ UNKNOWN_TO_THE_ORACLE = ("cut", "target", "ratio", "two", "PASTA", "multiply")
 POOLED = "ratio"
 """Its bias depends on all queries of a pass, so that one pass is no measure of decoding."""
 PROMPTS = {
-    "hard": ("The lake", "A book is on the"),
-    "soft": ("The lake", "A book is on the"),
+    "hard": ("The lake", "A book is on them"),
+    "soft": ("The lake", "A book is on them"),
     "long": ("The lake" * 20, "A book is on the" * 10),
 }
 """The shortest, behind "Very good:", is longer than a window of 16 tokens. The second text begins a
@@ -528,7 +528,7 @@ def any_cache_will_do(subject: Subject) -> Compared:
 
 
 def sums_of(trace) -> np.ndarray:
-    return np.stack([trace[name].to_numpy() for name in SUMS])
+    return np.stack([trace[name].to_numpy() for name in sums_in(trace)])
 
 
 @law(lambda case: (is_tiny(case) and is_chosen(case)) or (case.kind == PLAIN and has_types(case)))
@@ -601,7 +601,7 @@ def sums_of_patterns(patterns: dict[int, torch.Tensor], layout: Layout) -> np.nd
 
 
 def recorded_parts(trace, layers: list[int]) -> np.ndarray:
-    names = ("bos", "prefix", "prompt", "generated")
+    names = [name for name in ("bos", "prefix", "prompt", "generated") if name in trace]
     sums = np.stack([trace[name].to_numpy()[0, 0] for name in names])  # part step layer head
     others = [layer for layer in range(sums.shape[2]) if layer not in layers]
     assert np.isnan(sums[:, :, others]).all(), "layers without attention have no sums"

@@ -121,6 +121,11 @@ def text_start(owner: Any, start: str | None = AUTO_START, model_type: str = "")
     return TextStart(token, "its tokenizer names it", is_guess=True)
 
 
+def describe_start(token: str, source: str) -> str:
+    """What plain text starts with, and who says so, for a reader; a token of "" is nothing."""
+    return f"{token or 'nothing'} ({source})"
+
+
 def settle_start(owner: Any, start: str | None = AUTO_START, model_type: str = "") -> TextStart:
     """Find out what plain text starts with, and attach it to the tokenizer, where `text_start`
     looks for it. The first time that it is a guess, a warning says so.
@@ -129,19 +134,19 @@ def settle_start(owner: Any, start: str | None = AUTO_START, model_type: str = "
         LayoutError: As `text_start`.
     """
     tokenizer = require_tokenizer(owner)
-    found = text_start(owner, start, model_type)
-    if found.is_guess and not hasattr(tokenizer, "lapa2_start"):
+    decided = text_start(owner, start, model_type)
+    if decided.is_guess and not hasattr(tokenizer, "lapa2_start"):
         name = tokenizer.name_or_path or type(tokenizer).__name__
         warnings.warn(
             f"nothing says what plain text starts with for {name}: its tokenizer adds no token, and"
             f" its kind of model ({model_type or 'unknown'}) is not in the table, so"
-            f" {tokenizer.convert_ids_to_tokens(found.token)} is put in front;"
+            f" {tokenizer.convert_ids_to_tokens(decided.token)} is put in front;"
             f" `{command('probe', name)}` measures both ways, and"
             f" {parameter('start', NO_START)} or {parameter('start', USUAL_START)} settles it",
             stacklevel=3,
         )
-    tokenizer.lapa2_start = found
-    return found
+    tokenizer.lapa2_start = decided
+    return decided
 
 
 def start_setting(owner: Any, start: str | None) -> str:
@@ -222,9 +227,9 @@ def n_start_tokens(tokenizer: PreTrainedTokenizerBase | None, ids: Sequence[int]
 
 def _token_id(tokenizer: PreTrainedTokenizerBase, token: str | None) -> int | None:
     """A token's id. For a token that they lack, tokenizers give the unknown token's."""
-    found = None if token is None else tokenizer.convert_tokens_to_ids(token)
-    unknown = found == tokenizer.unk_token_id and token != tokenizer.unk_token
-    return None if unknown or not isinstance(found, int) else int(found)
+    token_id = None if token is None else tokenizer.convert_tokens_to_ids(token)
+    unknown = token_id == tokenizer.unk_token_id and token != tokenizer.unk_token
+    return None if unknown or not isinstance(token_id, int) else int(token_id)
 
 
 def _start_by_name(tokenizer: PreTrainedTokenizerBase, name: str) -> int:

@@ -181,7 +181,7 @@ def probe(model: str, /, *, computing: ModelOptions = ModelOptions()) -> None:
         model: A name of `lapa2 models`, a hub id or a folder.
     """
     from lapa2_interp.bias.layer_types import describe_layers
-    from lapa2_interp.models.card import starts_with
+    from lapa2_interp.bias.text_start import describe_start
     from lapa2_interp.models.probing import probe_model
 
     report = probe_model(model, **computing.parameters())
@@ -192,7 +192,7 @@ def probe(model: str, /, *, computing: ModelOptions = ModelOptions()) -> None:
     )
     print(f"weights          {card.weights}")
     print(f"size             {card.n_layers} layers, {card.n_heads} heads, {card.n_ctx} positions")
-    print(f"start of text    {starts_with(card)}")
+    print(f"start of text    {describe_start(card.start_token, card.start_source)}")
     print(f"plain sentences  {_start_losses(report.start_losses, not card.start_token)}")
     print(f"ends of text     {' '.join(card.end_tokens)}")
     if card.layer_types:
@@ -219,17 +219,17 @@ def probe(model: str, /, *, computing: ModelOptions = ModelOptions()) -> None:
 
 def _start_losses(losses: Mapping[str, float], is_none: bool) -> str:
     """The loss with and without a start token, and the setting to give."""
-    told = "nats a token: " + ", ".join(
+    measured = "nats a token: " + ", ".join(
         f"{loss:.2f} with start {name}" for name, loss in losses.items()
     )
     if len(losses) == 1:
-        return f"{told}; the tokenizer names no start token"
+        return f"{measured}; the tokenizer names no start token"
     better = min(losses, key=losses.__getitem__)
     if max(losses.values()) - losses[better] < START_MATTERS:
-        return f"{told}; either may be set"
+        return f"{measured}; either may be set"
     if (better == NO_START) == is_none:
-        return f"{told}; it is set as it should be"
-    return f"{told}; set --start {better}, in Python start={better!r}"
+        return f"{measured}; it is set as it should be"
+    return f"{measured}; set --start {better}, in Python start={better!r}"
 
 
 def list_recipes(*names: str, as_json: AsJson = False) -> None:

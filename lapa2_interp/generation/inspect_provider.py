@@ -226,11 +226,11 @@ class SteeredChatAPI(ModelAPI):
         added = tokenizer.added_tokens_decoder.values()
         marks = [token.content for token in added if token.special]
         plain = tokenizer.decode(tokens, skip_special_tokens=True)
-        whole, before = tokenizer.decode(tokens), []
+        with_marks, before = tokenizer.decode(tokens), []
         for stop in stops:
-            searched = whole if any(mark in stop for mark in marks) else plain
-            text, found, _ = searched.partition(stop)
-            if found:
+            searched = with_marks if any(mark in stop for mark in marks) else plain
+            text, separator, _ = searched.partition(stop)
+            if separator:
                 before.append(re.sub("|".join(map(re.escape, marks)), "", text))
         return min(before, key=len, default=None)
 
@@ -243,13 +243,13 @@ def _text_of(message: ChatMessage, number: int) -> str:
     """
     other = [] if isinstance(message.content, str) else [part.type for part in message.content]
     if isinstance(message, ChatMessageTool) or getattr(message, "tool_calls", None):
-        found, next_step = "belongs to a call of a tool", "leave the task's tools out"
+        problem, next_step = "belongs to a call of a tool", "leave the task's tools out"
     elif kinds := [kind for kind in dict.fromkeys(other) if kind != "text"]:
-        found, next_step = f"has parts that are no text: {', '.join(kinds)}", "leave them out"
+        problem, next_step = f"has parts that are no text: {', '.join(kinds)}", "leave them out"
         if kinds == ["reasoning"]:
             next_step += " by reasoning_history='none'"
     else:
         return message.text
     raise LayoutError(
-        f"message {number} ({message.role}) {found}; lapa2 models read text alone, so {next_step}"
+        f"message {number} ({message.role}) {problem}; lapa2 models read text alone, so {next_step}"
     )

@@ -461,11 +461,6 @@ def model_card(model: Model) -> ModelCard:
     return card
 
 
-def starts_with(card: ModelCard) -> str:
-    """What plain text starts with, and who says so, for a reader."""
-    return f"{card.start_token or 'nothing'} ({card.start_source})"
-
-
 def attach_card(model: Model, card: ModelCard) -> ModelCard:
     """Attach a card to a model, whose weights, as they are now, have the card's name."""
     model.lapa2_fused = fused_weights(network_of(model))

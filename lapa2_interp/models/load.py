@@ -10,18 +10,13 @@ moves the logits). Its tokenizer knows what plain text starts with (`bias.text_s
 
 from __future__ import annotations
 
-import copy
 import functools
-import importlib.metadata
-import importlib.util
 import os
-import tempfile
 import warnings
 from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
-from unittest import mock
 
 from lapa2_interp._util.errors import ModelError, first_sentence, parameter, unknown_choice
 from lapa2_interp._util.paths import looked_for
@@ -44,15 +39,14 @@ from lapa2_interp.models.card import (
     attach_card,
     check_decoder_depth,
     check_has_tokenizer,
-    check_not_quantised,
     context_length,
     make_card,
     model_card,
     network_of,
-    short_context,
 )
 from lapa2_interp.models.exact_softmax import make_softmax_exact
 from lapa2_interp.models.fingerprint import weights_read_once
+from lapa2_interp.models.lens_classes import make_bridge, make_hooked_transformer
 from lapa2_interp.models.liveness import assert_live
 from lapa2_interp.models.machine import check_attn, default_device, resolve_dtype
 from lapa2_interp.models.offloaded import device_of
@@ -155,8 +149,8 @@ def load_model(
 
     # Check the arguments.
     wrap: dict[str, Callable[..., Model]] = {
-        "TransformerBridge": _make_bridge,
-        "HookedTransformer": _make_hooked_transformer,
+        "TransformerBridge": make_bridge,
+        "HookedTransformer": make_hooked_transformer,
         "TransformersModel": lambda network, tokenizer, name, *_: TransformersModel(
             network, tokenizer, name, attn
         ),
@@ -412,8 +406,8 @@ def load_tokenizer(
     else:
         tokenizer, config = _read_tokenizer(name, trust_remote_code)
         model_type = str(config.get("model_type", ""))
-    found = settle_start(tokenizer, start, model_type)
-    first = usual_start(tokenizer) if found.token is None else found.token
+    first = settle_start(tokenizer, start, model_type).token
+    first = usual_start(tokenizer) if first is None else first
     if first is not None:
         tokenizer.bos_token = tokenizer.convert_ids_to_tokens(first)
     if tokenizer.pad_token is None:
@@ -560,36 +554,6 @@ def provenance(name: str, config: PretrainedConfig) -> str:
     return f"hub commit {getattr(config, '_commit_hash', None)}"
 
 
-# --- the two TransformerLens classes
-
-
-def _without_reload(tokenizer: PreTrainedTokenizerBase, name: str) -> PreTrainedTokenizerBase:
-    """A copy that TransformerLens uses unchanged, instead of loading the tokenizer again with BOS
-    switched on.
-
-    Spans are counted by the model's own tokenizer, and one that prepends BOS would count one more.
-    """
-    taken = copy.copy(tokenizer)
-    taken.init_kwargs = {**tokenizer.init_kwargs, "name_or_path": name, "add_bos_token": True}
-    return taken
-
-
-def _make_bridge(network: Any, tokenizer: Any, name: str, dtype: Any, device: str) -> Model:
-    from transformer_lens.model_bridge import TransformerBridge
-
-    # For models that read images, too, transformer-lens would have pip install torchvision.
-    with mock.patch("subprocess.check_call", side_effect=OSError):
-        model = TransformerBridge.boot_transformers(
-            name,
-            hf_model=network,
-            tokenizer=_without_reload(tokenizer, name),
-            dtype=dtype,
-            device=device,
-        )
-    let_bridges_read(network)
-    return model
-
-
 def wrap_in_bridge(
     network: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name: str, weights: str
 ) -> Model:
@@ -603,51 +567,9 @@ def wrap_in_bridge(
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        model = _make_bridge(network, tokenizer, name, network.dtype, str(device_of(network)))
+        model = make_bridge(network, tokenizer, name, network.dtype, str(device_of(network)))
     model.eval()
     _follow_start(model)
     card = make_card(model, name, weights, type(network).__name__, network.generation_config)
     attach_card(model, card)
     return model
-
-
-def _make_hooked_transformer(
-    network: Any, tokenizer: Any, name: str, dtype: Any, device: str
-) -> Model:
-    if short := short_context(network.config):
-        raise ModelError(
-            "a HookedTransformer has one set of rotary factors, and this model has others beyond"
-            f" {short} tokens (longrope); use TransformerBridge or TransformersModel"
-        )
-    try:
-        from transformer_lens import HookedTransformer, HookedTransformerConfig
-        from transformer_lens import loading_from_pretrained as loading
-    except ImportError:
-        version = importlib.metadata.version("transformer-lens")
-        raise ModelError(
-            f"transformer-lens {version} has no HookedTransformer; install transformer-lens 3.9 or"
-            " use TransformerBridge"
-        ) from None
-    check_not_quantised(network, "a HookedTransformer takes")
-    # Convert the configuration and the weights without processing them.
-    config = copy.deepcopy(network.config)
-    config.architectures = [type(network).__name__]
-    if config.model_type == "gpt2":
-        config.n_ctx = config.n_positions
-    # transformer-lens guesses the architecture from the folder's path, so its name is neutral.
-    with tempfile.TemporaryDirectory(prefix="config-") as folder:
-        config.save_pretrained(folder)
-        settings = loading.convert_hf_model_config(folder)
-        settings |= {"device": device, "dtype": dtype, "model_name": name, "tokenizer_name": None}
-        cfg = HookedTransformerConfig.from_dict(settings)
-        model = HookedTransformer(
-            cfg, tokenizer=_without_reload(tokenizer, name), move_to_device=False
-        )
-        model.load_and_process_state_dict(
-            loading.get_pretrained_state_dict(folder, cfg, hf_model=network, dtype=dtype),
-            fold_ln=False,
-            center_writing_weights=False,
-            center_unembed=False,
-            fold_value_biases=False,
-        )
-    return model.to(device, print_details=False)

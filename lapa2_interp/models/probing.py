@@ -85,23 +85,25 @@ def probe_model(
     difference = float((ours - theirs).abs().max())
     bare = probe(TransformersModel(plain, tokenizer, name))
     live, layers = assert_live(loaded, name), attention_layers(loaded)
-    losses = measure_starts(plain, tokenizer)
+    losses = measure_starts(plain, tokenizer, loaded.cfg.n_ctx)
     return ProbeResult(card, live, bare, layers, difference, ids.shape[1], losses)
 
 
 @torch.no_grad()
-def measure_starts(network: Any, tokenizer: Any) -> dict[str, float]:
+def measure_starts(network: Any, tokenizer: Any, n_ctx: int) -> dict[str, float]:
     """The loss of plain sentences without and with a start token, in nats a token.
 
     The first token of a sentence has no loss without a start token, so it counts in neither.
 
     Args:
         network: A transformers model.
+        n_ctx: Tokens that it reads, at most.
 
     Returns:
         By the setting of `start`, "none" and, where the tokenizer names a token, "usual".
     """
     texts = tokenizer(list(PLAIN_SENTENCES), add_special_tokens=False).input_ids
+    texts = [text[: n_ctx - 1] for text in texts]
     usual, losses = usual_start(tokenizer), {}
     for setting, front in {NO_START: [], USUAL_START: [usual]}.items():
         if front == [None]:

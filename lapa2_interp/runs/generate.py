@@ -26,7 +26,7 @@ from lapa2_interp._util.progress import progress_bar
 from lapa2_interp._util.values import Count, Temperature
 from lapa2_interp.attention.recorder import trace_bytes
 from lapa2_interp.attention.trace import TraceKind
-from lapa2_interp.bias.text_start import AUTO_START
+from lapa2_interp.bias.text_start import AUTO_START, describe_start
 from lapa2_interp.generation.cell import Cell
 from lapa2_interp.generation.plan import BatchPlan, plan_batches
 from lapa2_interp.generation.resolve import cells_of
@@ -42,7 +42,7 @@ from lapa2_interp.generation.settings import (
     settings_named,
 )
 from lapa2_interp.methods.base import Method, MethodContext
-from lapa2_interp.models.card import Model, model_card, starts_with
+from lapa2_interp.models.card import Model, model_card
 from lapa2_interp.models.fingerprint import weights_read_once
 from lapa2_interp.models.load import accepts_model_name, load_model, resolve_model
 from lapa2_interp.models.machine import DtypeOrAuto, ModelClass, is_out_of_memory
@@ -247,7 +247,8 @@ def announcement(model: Model, plans: Sequence[BatchPlan]) -> str:
         f"{texts} texts, {sum(plan.new_tokens for plan in plans)} new tokens, branches"
         f" {', '.join(plans[0].branches)}"
     )
-    line += f"; plain text starts with {starts_with(model_card(model))}"
+    card = model_card(model)
+    line += f"; plain text starts with {describe_start(card.start_token, card.start_source)}"
     if trace == "none":
         return line
     size = 0

@@ -23,7 +23,7 @@ from lapa2_interp._util.errors import (
 )
 from lapa2_interp._util.terminal import stop_on_sigterm
 from lapa2_interp._util.values import Count, numbers_checked
-from lapa2_interp.bias.text_start import text_start
+from lapa2_interp.bias.text_start import describe_start, text_start
 from lapa2_interp.generation.cell import Cell
 from lapa2_interp.models.load import shared_tokenizer
 from lapa2_interp.models.machine import Attn, Dtype, check_attn, faster_dtype, print_if_slow
@@ -191,10 +191,10 @@ def _listed_starts(cells: Sequence[Cell]) -> str:
     listed = []
     for model, start in dict.fromkeys((cell.model, cell.start) for cell in cells):
         tokenizer = shared_tokenizer(model)
-        found = text_start(tokenizer, start)
-        token = "nothing" if found.token is None else tokenizer.decode([found.token])
-        listed.append(f"{token} in {model} ({found.source})")
-    return f"plain text starts with {'; '.join(listed)}"
+        token, source, _ = text_start(tokenizer, start)
+        name = "" if token is None else str(tokenizer.convert_ids_to_tokens(token))
+        listed.append(f"{model}: {describe_start(name, source)}")
+    return f"plain text starts with: {'; '.join(listed)}"
 
 
 def _check_methods(cells: Sequence[Cell]) -> None:

@@ -93,10 +93,11 @@ def bridge_of(config, name):
     """A bridge around a random model of another architecture, with the byte tokenizer."""
     from transformers import AutoModelForCausalLM
 
-    from lapa2_interp.models.load import _make_bridge, load_tokenizer
+    from lapa2_interp.models.lens_classes import make_bridge
+    from lapa2_interp.models.load import load_tokenizer
 
     network = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
-    return _make_bridge(network, load_tokenizer("tiny-gpt2"), name, torch.float32, "cpu")
+    return make_bridge(network, load_tokenizer("tiny-gpt2"), name, torch.float32, "cpu")
 
 
 def patterns_of(model, ids, *contexts):

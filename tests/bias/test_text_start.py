@@ -125,7 +125,7 @@ def test_a_setting_goes_before_the_model_the_tokenizer_and_the_table(tmp_path):
         text_start(tokenizer, "<bos>")
 
 
-def test_a_guess_is_told_once(tmp_path):
+def test_a_guess_is_declared_once(tmp_path):
     tokenizer = byte_tokenizer(tmp_path, "PreTrainedTokenizerFast")
     with pytest.warns(UserWarning, match=r"nothing says .* type|kind of model \(mystery\).*probe"):
         settle_start(tokenizer, model_type="mystery")
@@ -140,24 +140,24 @@ def test_the_table_is_that_of_transformer_lens_but_for_neox():
         """The value that an adapter, or the nearest class before it, gives default_prepend_bos."""
         for one in adapter.__mro__:
             if one.__module__.startswith("transformer_lens"):
-                given = re.findall(r"default_prepend_bos = (True|False)", inspect.getsource(one))
-                if given:
-                    return given[-1] == "True"
+                values = re.findall(r"default_prepend_bos = (True|False)", inspect.getsource(one))
+                if values:
+                    return values[-1] == "True"
         return None
 
     types = {name: kind for kind, name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items()}
-    told = {
+    declared = {
         types[name]: says(adapter)
         for name, adapter in factory.SUPPORTED_ARCHITECTURES.items()
         if name in types
     }
-    assert {kind for kind, value in told.items() if value is False} - {"gpt_neox"} <= {
+    assert {kind for kind, value in declared.items() if value is False} - {"gpt_neox"} <= {
         *MODELS_WITHOUT_START
     }
-    assert not {kind for kind, value in told.items() if value is False} & {*MODELS_WITH_START} - {
-        "gpt_neox"
-    }
-    assert not {kind for kind, value in told.items() if value} & {*MODELS_WITHOUT_START}
+    assert not {kind for kind, value in declared.items() if value is False} & {
+        *MODELS_WITH_START
+    } - {"gpt_neox"}
+    assert not {kind for kind, value in declared.items() if value} & {*MODELS_WITHOUT_START}
 
 
 @pytest.mark.parametrize(
@@ -295,9 +295,9 @@ def test_a_cells_key_has_the_start_only_where_it_is_another(tmp_path, qwen_folde
     assert (none.start, mine.start) == ("none", "A")
     assert len({auto.key, none.key, mine.key}) == 3
     assert none.variant == "starts with nothing"
-    found = cell_of(str(qwen_folder), attribute="positive")
-    assert found.start == "none"
-    assert found.key == cell_of(str(qwen_folder), attribute="positive", start="none").key
+    resolved = cell_of(str(qwen_folder), attribute="positive")
+    assert resolved.start == "none"
+    assert resolved.key == cell_of(str(qwen_folder), attribute="positive", start="none").key
 
 
 def test_a_grid_compares_starts(tmp_path):
@@ -347,7 +347,7 @@ def test_perplexity_without_start_token_counts_from_the_second_token(qwen_folder
 def test_probe_measures_both_ways(qwen_folder, capsys):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    found = probe_model(str(qwen_folder), device="cpu")
+    resolved = probe_model(str(qwen_folder), device="cpu")
     network = AutoModelForCausalLM.from_pretrained(qwen_folder)
     tokenizer, losses, n = AutoTokenizer.from_pretrained(qwen_folder), 0.0, 0
     for sentence in PLAIN_SENTENCES:
@@ -355,8 +355,8 @@ def test_probe_measures_both_ways(qwen_folder, capsys):
         with torch.no_grad():
             losses += float(network(ids, labels=ids).loss) * (ids.shape[1] - 1)
         n += ids.shape[1] - 1
-    assert found.start_losses["none"] == pytest.approx(losses / n, rel=1e-4)
-    assert set(found.start_losses) == {"none", "usual"}
+    assert resolved.start_losses["none"] == pytest.approx(losses / n, rel=1e-4)
+    assert set(resolved.start_losses) == {"none", "usual"}
     assert main(["probe", str(qwen_folder), "--device", "cpu"]) == 0
     printed = capsys.readouterr().out
     assert "start of text    nothing (models of type qwen2 read none)" in printed

@@ -29,7 +29,8 @@ from lapa2_interp.circuits.fade_account import (
 from lapa2_interp.circuits.far_passes import CachedForward, with_filler
 from lapa2_interp.cli.app import main
 from lapa2_interp.models.card import network_of
-from lapa2_interp.models.load import _make_bridge, load_tokenizer
+from lapa2_interp.models.lens_classes import make_bridge
+from lapa2_interp.models.load import load_tokenizer
 from lapa2_interp.models.planted import ASK, D_HEAD, FILLERS, NEGATIVE, POSITIVE, WIDTH
 from tests.conftest import fresh, load
 
@@ -143,7 +144,7 @@ def test_every_state_is_that_of_passes_by_hand(model_class):
 
 def bridged(model):
     """A bridge around the network of a plain model."""
-    return _make_bridge(network_of(model), model.tokenizer, "planted", torch.float64, "cpu")
+    return make_bridge(network_of(model), model.tokenizer, "planted", torch.float64, "cpu")
 
 
 @torch.no_grad()
@@ -279,7 +280,7 @@ def test_attention_is_told_as_a_multiple_of_equal_scores(monkeypatch):
 def bloom():
     config = AutoConfig.for_model("bloom", vocab_size=512, hidden_size=32, n_layer=2, n_head=4)
     network = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
-    return _make_bridge(network, load_tokenizer("tiny-gpt2"), "bloom", torch.float32, "cpu")
+    return make_bridge(network, load_tokenizer("tiny-gpt2"), "bloom", torch.float32, "cpu")
 
 
 @pytest.mark.parametrize(

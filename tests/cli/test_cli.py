@@ -37,7 +37,10 @@ def test_generate_writes_a_run_that_loads_back(tmp_path, capsys):
     printed = capsys.readouterr()
     assert run.texts["text"][0] in printed.out
     assert "8 texts, " in printed.err
-    assert "branches prefix; the trace takes" in printed.err, "the size is said before"
+    assert (
+        "branches prefix; plain text starts with <|endoftext|> (it was made so); the trace takes"
+        in printed.err
+    ), "the size is said before"
 
 
 @pytest.fixture(scope="module")

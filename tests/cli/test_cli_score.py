@@ -161,7 +161,7 @@ def test_a_run_of_ones_own_task_is_scored_by_a_classifier_of_ones_own(tmp_path, 
     assert f"give the file of one: {weights}" in capsys.readouterr().err
     assert lapa2("score --scorers accuracy --out", tmp_path / "no", run) == 2
     last_line = capsys.readouterr().err.splitlines()[-1]
-    assert "unknown adapter scorer 'mood'; allowed: detox, sentiment, topic" in last_line
+    assert "unknown linear scorer 'mood'; allowed: detox, sentiment, topic" in last_line
     assert "`lapa2 scorers train`" in last_line
 
 

@@ -19,7 +19,7 @@ from lapa2_interp.runs.prefix_accuracy import prefix_accuracy
 
 MINE = ("device", "trust_remote_code", "pack", "attn", "announce", "yes")
 """Arguments of `generate` that decide no text."""
-ONE_VALUE = ("model", "prompts", "label", "patterns", "dtype", "model_class")
+ONE_VALUE = ("model", "prompts", "label", "patterns", "dtype", "model_class", "start")
 ON_COMMAND_LINE = {"parameters": "set"}
 WRONG = {
     "model": ("no-such-model", '"no-such-model"'),
@@ -45,6 +45,7 @@ WRONG = {
     "model_class": ("Transformer", '"Transformer"'),
     "max_rows": ("many", '"many"'),
     "doubled_bos": (2, "2"),
+    "start": ("<nothing>", '"<nothing>"'),
 }
 """A wrong value of every setting, in Python and in TOML."""
 
@@ -204,7 +205,7 @@ def test_a_model_of_another_precision_is_refused_with_the_one_to_load():
     sentence = problem(lambda: make_cells(load_model("tiny-gpt2"), [cell]))
     assert sentence == (
         "the cell's dtype is 'bfloat16', and the model's 'float32'; give load_model('tiny-gpt2',"
-        " 'bfloat16', model_class='TransformerBridge')"
+        " 'bfloat16', model_class='TransformerBridge', start='usual')"
     )
 
 

@@ -56,7 +56,7 @@ def test_the_card_says_what_was_loaded():
 
 
 def test_a_card_can_be_read_off_a_model_made_elsewhere():
-    model = models._make_bridge(
+    model = models.make_bridge(
         *load_transformers("tiny-gpt2")[:2], "gpt2-like", torch.float32, "cpu"
     )
     assert model_card(model).name == "gpt2-like"

@@ -49,7 +49,7 @@ def test_a_model_in_several_places_makes_the_same_texts_and_traces(device, tmp_p
     task = load_task("sentiment")
     made = []
     for model in (
-        models._make_bridge(network, tokenizer, "tiny-llama", torch.float32, "cpu").eval(),
+        models.make_bridge(network, tokenizer, "tiny-llama", torch.float32, "cpu").eval(),
         load("tiny-llama"),
     ):
         model.cfg.default_prepend_bos = True

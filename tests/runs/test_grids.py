@@ -273,6 +273,7 @@ CHANGES = {
     "patterns": [(0, 1)],
     "ban_words": "own",
     "temperature": 0.5,
+    "start": "none",
     "files": {"prefix": "0" * 64},
 }
 

@@ -229,10 +229,10 @@ def test_no_token_that_is_left_is_an_error(model):
 
 def test_scores_of_no_pass_of_the_network_are_refused(model):
     processor = MethodProcessor(model, PROMPT, **SETTINGS)
-    other = fresh("tiny-llama", "float64", "TransformersModel").original_model
-    other.generation_config.eos_token_id = None
+    network = fresh("tiny-llama", "float64", "TransformersModel").original_model
+    network.generation_config.eos_token_id = None
     with pytest.raises(MethodError, match="not of a new pass of this model's network"):
-        texts(model, processor, network=other)
+        texts(model, processor, network=network)
     with pytest.raises(MethodError, match="without assistant_model and prompt_lookup_num_tokens"):
         texts(model, processor, prompt_lookup_num_tokens=3)
 

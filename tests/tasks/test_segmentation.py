@@ -156,7 +156,7 @@ def test_a_mark_in_a_token_of_its_own_is_barred():
     made = spelled + ["?"] * (len(tokenizer) - len(spelled))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            "lapa2_interp.generation.banned_words.vocabulary_texts", lambda _: tuple(made)
+            "lapa2_interp.generation.banned_words.vocabulary_texts", lambda *_: tuple(made)
         )
         patch.setattr(
             "lapa2_interp.generation.banned_words.REPLACEMENT_CHARACTER", "no check of bytes"
