@@ -69,8 +69,8 @@ UNKNOWN_TO_THE_ORACLE = ("cut", "target", "ratio", "two", "PASTA", "multiply")
 POOLED = "ratio"
 """Its bias depends on all queries of a pass, so that one pass is no measure of decoding."""
 PROMPTS = {
-    "hard": ("The lake", "A book is on them"),
-    "soft": ("The lake", "A book is on them"),
+    "hard": ("The lake", "A book is on top"),
+    "soft": ("The lake", "A book is on top"),
     "long": ("The lake" * 20, "A book is on the" * 10),
 }
 """The shortest, behind "Very good:", is longer than a window of 16 tokens. The second text begins a
@@ -591,7 +591,8 @@ def a_prompt_in_pieces_is_the_whole(subject: Subject) -> Compared:
 
 def sums_of_patterns(patterns: dict[int, torch.Tensor], layout: Layout) -> np.ndarray:
     """What patterns [head query key] give to the parts of a text, [part layer step head]."""
-    parts = layout.bos, layout.prefix, layout.prompt, (layout.prompt.stop, None)
+    parts = [layout.prefix, layout.prompt, (layout.prompt.stop, None)]
+    parts = [layout.bos] * (layout.n_bos > 0) + parts
     return np.stack(
         [
             [pattern[:, -STEPS:, slice(*part)].sum(2).T.numpy() for pattern in patterns.values()]

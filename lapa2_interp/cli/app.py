@@ -272,7 +272,9 @@ def _run(words: list[str]) -> int:
     except CycloptsError as error:
         message = setting_problem(words, error) or " ".join(str(error).split())
         unread = isinstance(error, MissingArgumentError) and error.keyword in words
-        if unread or (isinstance(error, UnknownOptionError) and "--" not in error.token.keyword):
+        if unread or (
+            isinstance(error, UnknownOptionError) and "--" not in str(error.token.keyword)
+        ):
             message += "; a value that looks like an option follows an equals sign: --OPTION=VALUE"
         print(f"lapa2: {escape_line(message)} (see --help)", file=sys.stderr)
     except UnicodeEncodeError as error:  # a name of a file that the locale has no letters for

@@ -241,10 +241,10 @@ def _text_of(message: ChatMessage, number: int) -> str:
     Raises:
         LayoutError: It has tool calls, is a tool's, or has a part that is no text.
     """
-    other = [] if isinstance(message.content, str) else [part.type for part in message.content]
+    part_types = [] if isinstance(message.content, str) else [part.type for part in message.content]
     if isinstance(message, ChatMessageTool) or getattr(message, "tool_calls", None):
         problem, next_step = "belongs to a call of a tool", "leave the task's tools out"
-    elif kinds := [kind for kind in dict.fromkeys(other) if kind != "text"]:
+    elif kinds := [kind for kind in dict.fromkeys(part_types) if kind != "text"]:
         problem, next_step = f"has parts that are no text: {', '.join(kinds)}", "leave them out"
         if kinds == ["reasoning"]:
             next_step += " by reasoning_history='none'"

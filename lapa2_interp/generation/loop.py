@@ -230,7 +230,7 @@ def check_numbers(
     """
     if logits.isnan().any():
         card, method = model_card(model), plan.method
-        found = f"the logits of {card.name} are not numbers (NaN) at step {step}"
+        problem = f"the logits of {card.name} are not numbers (NaN) at step {step}"
         # `load_model` has refused weights that give no numbers by themselves.
         if method.changes_network and method.when_empty != Method.when_empty:
             numbers = ", ".join(
@@ -238,12 +238,12 @@ def check_numbers(
                 for name, value in plan.cell.parameters.items()
                 if isinstance(value, float)
             )
-            raise MethodError(f"{found}: {method.name} has {numbers}; {method.when_empty}")
+            raise MethodError(f"{problem}: {method.name} has {numbers}; {method.when_empty}")
         wider = (
             f", or {parameter('dtype', 'float32')}" if card.dtype in ("float16", "bfloat16") else ""
         )
         raise ModelError(
-            f"{found}: a weight is NaN, or numbers exceed {card.dtype}; load sound weights{wider}"
+            f"{problem}: a weight is NaN, or numbers exceed {card.dtype}; load sound weights{wider}"
         )
 
 

@@ -208,5 +208,5 @@ def _keep_logits(
     processor: ref[MethodProcessor], network: nn.Module, inputs: Any, output: Any
 ) -> None:
     """Keep the logits of a pass of the network, until its scores are compared with them."""
-    if (kept := processor()) is not None:
-        kept.network_logits = getattr(output, "logits", None)
+    if (alive := processor()) is not None:
+        alive.network_logits = getattr(output, "logits", None)

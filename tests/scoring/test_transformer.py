@@ -149,7 +149,8 @@ def test_a_perplexity_is_that_of_the_text_alone(family, tmp_path):
         scorer = kind(folder, device="cpu")
         together = numbers(scorer, items)
         torch.testing.assert_close(by_itself(scorer, items), together, atol=0, rtol=1e-5)
-    ids = torch.tensor([[scorer.bos, *tokenizer(words[0], add_special_tokens=False).input_ids]])
+    start = [] if scorer.bos is None else [scorer.bos]
+    ids = torch.tensor([[*start, *tokenizer(words[0], add_special_tokens=False).input_ids]])
     with torch.no_grad():
         loss = network(ids, labels=ids, use_cache=False).loss
     assert numbers(Perplexity(folder, device="cpu"), items)[0].item() == pytest.approx(
