@@ -52,9 +52,9 @@ if TYPE_CHECKING:
     import xarray as xr
 
 MASSES = ("prefix", "bos", "prompt", "generated")
-MASS_TOLERANCE = {"float32": 1e-3, "float64": 1e-3}
-"""Largest allowed difference of recomputed attention from the run's trace, by dtype."""
-HALF_TOLERANCE = 0.1
+MASS_TOLERANCE = {"float32": 1e-3, "float64": 1e-3, "float16": 0.02, "bfloat16": 0.1}
+"""Largest allowed difference of recomputed attention from the run's trace, by dtype. Rounding alone
+makes up to .007 in float16 and .07 in bfloat16, in single heads of SmolLM2."""
 COPIES = 3
 """Copies of the attention in memory at the same time: recorded, stacked, and encoded."""
 
@@ -279,7 +279,7 @@ def recompute_attention(
         off, recorded = None, finished[i].trace
         if recorded is not None and own_text:
             off = _largest_difference(recorded, trace, branch, row, masses)
-            allowed = MASS_TOLERANCE.get(cell.dtype, HALF_TOLERANCE)
+            allowed = MASS_TOLERANCE[cell.dtype]
             if not off <= allowed:
                 raise TraceError(
                     f"attention that was read again differs from what the run recorded, by up to"
