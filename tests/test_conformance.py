@@ -69,8 +69,8 @@ UNKNOWN_TO_THE_ORACLE = ("cut", "target", "ratio", "two", "PASTA", "multiply")
 POOLED = "ratio"
 """Its bias depends on all queries of a pass, so that one pass is no measure of decoding."""
 PROMPTS = {
-    "hard": ("The lake", "A book is on top"),
-    "soft": ("The lake", "A book is on top"),
+    "hard": ("The lake", "A book is on sale"),
+    "soft": ("The lake", "A book is on sale"),
     "long": ("The lake" * 20, "A book is on the" * 10),
 }
 """The shortest, behind "Very good:", is longer than a window of 16 tokens. The second text begins a
