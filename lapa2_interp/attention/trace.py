@@ -35,7 +35,7 @@ TraceKind = Literal["none", "pooled", "full"]
 NEAREST = (2, 4, 6, 8)
 SUMS = {
     "prefix": "keys of the prefix",
-    "bos": "keys of BOS, one or two, of texts that start with it",
+    "bos": "keys of BOS, one or two",
     "prompt": "keys of the prompt",
     "generated": "keys of generated tokens, the query's own included",
     "released_slice": "the slots that the released code boosts",
