@@ -401,7 +401,7 @@ def load_tokenizer(
     name = expand_name(name).removeprefix(UNTRAINED)
     if is_planted(name) or name in TINY:
         tokenizer = planted_tokenizer(name) if is_planted(name) else tiny_tokenizer(name)
-        tokenizer.lapa2_start = TextStart(usual_start(tokenizer), "it was made so")
+        tokenizer.lapa2_start = TextStart(usual_start(tokenizer), "built-in models read it")
         model_type = ""
     else:
         tokenizer, config = _read_tokenizer(name, trust_remote_code)

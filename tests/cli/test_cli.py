@@ -38,7 +38,7 @@ def test_generate_writes_a_run_that_loads_back(tmp_path, capsys):
     assert run.texts["text"][0] in printed.out
     assert "8 texts, " in printed.err
     assert (
-        "branches prefix; plain text starts with <|endoftext|> (it was made so); the trace takes"
+        "branches prefix; plain text starts with <|endoftext|> (built-in models read it); the trace takes"
         in printed.err
     ), "the size is said before"
 
