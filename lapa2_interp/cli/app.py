@@ -13,6 +13,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -272,9 +273,11 @@ def _run(words: list[str]) -> int:
     except CycloptsError as error:
         message = setting_problem(words, error) or " ".join(str(error).split())
         unread = isinstance(error, MissingArgumentError) and error.keyword in words
-        if unread or (
-            isinstance(error, UnknownOptionError) and "--" not in str(error.token.keyword)
-        ):
+        if isinstance(error, UnknownOptionError):  # perhaps a text, such as the value of an option
+            word = str(error.token.keyword)
+            behind_option = any(OPTION.fullmatch(a) and b == word for a, b in pairwise(words))
+            unread = behind_option or not word.startswith("--")
+        if unread:
             message += "; a value that looks like an option follows an equals sign: --OPTION=VALUE"
         print(f"lapa2: {escape_line(message)} (see --help)", file=sys.stderr)
     except UnicodeEncodeError as error:  # a name of a file that the locale has no letters for
