@@ -172,7 +172,7 @@ FAMILIES = {
             **LINEAR, **QWEN_MOE, "shared_expert_intermediate_size": 16,
         },
         ("none", "full") * 2,
-        atol=1e-4,
+        atol=3e-4,
     ),
     "Qwen3.5": Family("qwen3_5_text", LINEAR, ("none", "full") * 2, atol=1e-4),
     "Granite 4": Family(

@@ -69,8 +69,8 @@ UNKNOWN_TO_THE_ORACLE = ("cut", "target", "ratio", "two", "PASTA", "multiply")
 POOLED = "ratio"
 """Its bias depends on all queries of a pass, so that one pass is no measure of decoding."""
 PROMPTS = {
-    "hard": ("The lake", "A book is on sale"),
-    "soft": ("The lake", "A book is on sale"),
+    "hard": ("The lake", "A book is on the"),
+    "soft": ("The lake", "A book is on the"),
     "long": ("The lake" * 20, "A book is on the" * 10),
 }
 """The shortest, behind "Very good:", is longer than a window of 16 tokens. The second text begins a
@@ -807,7 +807,8 @@ STATIC_NOTES = {
 
 @law(lambda case: case.kind == PLAIN and is_exact(case) and case.texts == "hard", on_gpu=True)
 def static_steps_are_the_usual(subject: Subject) -> Compared:
-    """Rows of two lengths, windows and chunks of 16 keys, and a bucket of 32 keys crossed."""
+    """Rows of two lengths, windows and chunks of 16 keys, and a bucket of 32 keys crossed, unless
+    the texts start with nothing."""
     case, device = subject.case, subject.case.device
     with graphs_on_a_cpu() as widths, redirect_stderr(io.StringIO()) as said:
         computed = subject.decoded((1, 0, 1), subject.rule, static=True)
@@ -817,10 +818,12 @@ def static_steps_are_the_usual(subject: Subject) -> Compared:
     )  # fmt: skip
     assert said.getvalue().count("note: ") == (note is not None)
     assert (note or "") in said.getvalue()
+    n_keys = max(map(len, subject.layouts)) + STEPS - 1
+    buckets = [32, 64] if n_keys > 32 else [32]
     if note is None:
         passes = 1 if device == "cpu" else 1 + WARM_UP
-        assert widths["captured"] == [width for width in (32, 64) for _ in range(passes)]
-    assert {*widths["run"]} == (set() if note and "captured" not in note else {32, 64})
+        assert widths["captured"] == [width for width in buckets for _ in range(passes)]
+    assert {*widths["run"]} == (set() if note and "captured" not in note else {*buckets})
     return Compared(computed, subject.in_a_batch, subject.atol)
 
 
