@@ -180,7 +180,10 @@ def text_markers(owner: Any, start: str | None = AUTO_START) -> TextMarkers:
 def usual_start(tokenizer: PreTrainedTokenizerBase) -> int | None:
     """The token that a tokenizer names for the start of plain text: the configured BOS, or
     `<|endoftext|>` where that BOS opens a chat turn (SmolLM2), or EOS where there is none; None if
-    it names none of these."""
+    it names none of these. A tokenizer of `load_tokenizer` remembers it: its `bos_token` may be
+    another start token."""
+    if hasattr(tokenizer, "lapa2_usual_start"):
+        return tokenizer.lapa2_usual_start
     names = (PLAIN_TEXT_START, tokenizer.bos_token, tokenizer.eos_token)
     plain, bos, eos = (_token_id(tokenizer, name) for name in names)
     if plain is not None and tokenizer.bos_token in (*CHAT_MARKERS, None):

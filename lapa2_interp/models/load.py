@@ -406,8 +406,9 @@ def load_tokenizer(
     else:
         tokenizer, config = _read_tokenizer(name, trust_remote_code)
         model_type = str(config.get("model_type", ""))
+    tokenizer.lapa2_usual_start = usual_start(tokenizer)
     first = settle_start(tokenizer, start, model_type).token
-    first = usual_start(tokenizer) if first is None else first
+    first = tokenizer.lapa2_usual_start if first is None else first
     if first is not None:
         tokenizer.bos_token = tokenizer.convert_ids_to_tokens(first)
     if tokenizer.pad_token is None:

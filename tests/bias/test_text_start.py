@@ -300,6 +300,20 @@ def test_a_cells_key_has_the_start_only_where_it_is_another(tmp_path, qwen_folde
     assert resolved.key == cell_of(str(qwen_folder), attribute="positive", start="none").key
 
 
+def test_another_token_in_front_has_a_key_of_its_own():
+    """By name and loaded, though the tokenizer's `bos_token` is this token then."""
+    settings = {"attribute": "positive", "length": 40, "trace": "none"}
+    by_name = generate("tiny-gpt2", "The lake", start="A", **settings)
+    loaded = generate(load_model("tiny-gpt2", start="A"), "The lake", **settings)
+    (cell,) = by_name.by_key.values()
+    assert cell.start == "A"
+    assert list(by_name.by_key) == list(loaded.by_key)
+    assert list(by_name.texts()["text"]) == list(loaded.texts()["text"])
+    usual = generate("tiny-gpt2", "The lake", **settings)
+    assert not {*usual.by_key} & {*by_name.by_key}
+    assert list(usual.texts()["text"]) != list(by_name.texts()["text"])
+
+
 def test_a_grid_compares_starts(tmp_path):
     from lapa2_interp.runs.run import load_run
     from lapa2_interp.runs.sweep import sweep
