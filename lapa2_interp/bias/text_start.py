@@ -40,8 +40,8 @@ MODELS_WITH_START = (
     "cohere", "cohere2", "gemma", "gpt2", "gpt_neo", "gpt_neox", "jamba", "opt",
 )  # fmt: skip
 """Model types whose texts start with the usual token: those for which TransformerLens' adapters say
-so, and GPT-NeoX. There we differ from TransformerLens on purpose: with a token that takes the
-attention that is left over, the first token of the prefix need not."""
+so, and GPT-NeoX. For GPT-NeoX we differ from TransformerLens on purpose: heads put the attention
+that they have left over on the first token, and that should not be a token of the prefix."""
 TOKENIZERS_WITHOUT_START = ("CodeGen", "Qwen2")
 TOKENIZERS_WITH_START = ("GPT2", "GPTNeoX")
 """Beginnings of the names of tokenizers' classes, for tokenizers whose model is not known."""

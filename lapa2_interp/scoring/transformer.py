@@ -211,9 +211,7 @@ class Perplexity(NetworkScorer):
             if len(ids) <= first[index]:
                 left_out[index] = SkippedText("one token, which nothing precedes")
                 continue
-            if (
-                bos is not None and ids[0] == bos
-            ):  # a second one, whose P(BOS | BOS) would be part of the mean
+            if ids[0] == bos:  # a second one, whose P(BOS | BOS) would be part of the mean
                 left_out[index] = SkippedText(
                     f"begins with {self.tokenizer.convert_ids_to_tokens(bos)}"
                 )
