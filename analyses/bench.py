@@ -55,13 +55,9 @@ from lapa2_interp.generation.plan import BatchPlan, plan_batches
 from lapa2_interp.generation.resolve import cell_of
 from lapa2_interp.methods.registry import load_task
 from lapa2_interp.models.cache_name import cache_name
-from lapa2_interp.models.card import (
-    TransformersModel,
-    attach_card,
-    kv_shapes,
-    make_card,
-    model_card,
-)
+from lapa2_interp.models.card import attach_card, identify, make_card
+from lapa2_interp.models.configuration import kv_shapes
+from lapa2_interp.models.facts import TransformersModel
 from lapa2_interp.models.hook_names import HOOK_SCORES
 from lapa2_interp.models.load import (
     load_tokenizer,
@@ -335,7 +331,7 @@ def with_transformer_lens(model: Any, plan: BatchPlan) -> None:
 def with_our_loop(model: Any, plan: BatchPlan, packing: str, static: bool = False) -> None:
     """This package."""
     model.static = static
-    model.lapa2_card = model_card(model).model_copy(update={"prepacking": packing})
+    model.lapa2_card = identify(model).model_copy(update={"prepacking": packing})
     for pairs in plan.batches:
         decode_batch(model, plan, pairs)
 

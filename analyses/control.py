@@ -17,7 +17,7 @@ from lapa2_interp import load_model
 from lapa2_interp._util.table_formats import format_interval
 from lapa2_interp.circuits import RAW, ContrastSet, control_score
 from lapa2_interp.methods import load_task
-from lapa2_interp.models import model_card
+from lapa2_interp.models import identify
 from lapa2_interp.models.planted import answer_key
 from lapa2_interp.stats import paired_difference
 
@@ -47,7 +47,7 @@ known.plot(["lex", "js"])
 
 # %%
 model = load_model(MODEL)
-print(model_card(model))
+print(identify(model))
 tokens = 24
 chosen = load_task("sentiment").prompts.texts[:8]
 contrast_set = ContrastSet.of(model, "sentiment", prompts=chosen, tokens=tokens)

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     import xarray as xr
 
     from lapa2_interp.generation.cell import Cell
-    from lapa2_interp.models.card import Model
+    from lapa2_interp.models.facts import Model
     from lapa2_interp.runs.grid import Grid
     from lapa2_interp.runs.worker import Worker
 
@@ -229,14 +229,14 @@ def read_text(model: Model, text: dict[str, Any], length: int) -> xr.Dataset:
     from lapa2_interp.bias.layout import Layout
     from lapa2_interp.generation.teacher_forcing import teacher_forced
     from lapa2_interp.methods.registry import load_task
-    from lapa2_interp.models.card import model_card
+    from lapa2_interp.models.card import identify
     from lapa2_interp.models.smollm2 import SMOLLM2
     from lapa2_interp.paper.propositions import stack_alphas
 
     prefix = load_task("sentiment").attributes[text["attribute"]].prefix
     branch = Layout.of(model.tokenizer, prefix, text["prompt"])
     ids = text["tokens"]
-    if model_card(model).name != SMOLLM2:
+    if identify(model).name != SMOLLM2:
         ids = model.tokenizer(
             text["text"][len(text["prompt"]) :], add_special_tokens=False, verbose=False
         ).input_ids

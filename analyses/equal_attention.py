@@ -49,7 +49,7 @@ from lapa2_interp.circuits.selection import random_heads
 from lapa2_interp.circuits.units import all_heads
 from lapa2_interp.generation.settings import TASK
 from lapa2_interp.methods.registry import load_task
-from lapa2_interp.models.card import Model
+from lapa2_interp.models.facts import Model
 from lapa2_interp.paper.equal_perplexity import BASELINE
 from lapa2_interp.paper.scripts import ScriptOptions
 from lapa2_interp.runs.run import load_run

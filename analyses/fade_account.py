@@ -44,7 +44,7 @@ from lapa2_interp.circuits.fade_account import (
 )
 from lapa2_interp.circuits.fading import NEAR
 from lapa2_interp.methods.registry import load_task
-from lapa2_interp.models.card import Model
+from lapa2_interp.models.facts import Model
 from lapa2_interp.paper.scripts import ScriptOptions
 from lapa2_interp.stats import bounds
 from lapa2_interp.tasks.task import Task

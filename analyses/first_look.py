@@ -22,13 +22,13 @@ from lapa2_interp import Augmentation, Layout, augmented, generate, load_model, 
 from lapa2_interp.attention import pooled
 from lapa2_interp.methods import load_task
 from lapa2_interp.methods.chat import chat_task
-from lapa2_interp.models import model_card
+from lapa2_interp.models import identify
 from lapa2_interp.report import chat_fade, view
 
 MODEL = os.environ.get("LAPA2_MODEL", "smollm2-135m")  # or another of `lapa2 models`, or a folder
 torch.set_grad_enabled(False)
 model = load_model(MODEL)
-print(model_card(model))
+print(identify(model))
 
 # %% [markdown]
 # ## A system prompt that fades

@@ -64,7 +64,7 @@ from lapa2_interp.bias.recipes import name_families, strength
 from lapa2_interp.circuits.selection import Selection, select
 from lapa2_interp.generation.arrange import chat_layout
 from lapa2_interp.methods.registry import load_task
-from lapa2_interp.models.card import Model
+from lapa2_interp.models.facts import Model
 from lapa2_interp.paper.equal_perplexity import BASELINE, RATIOS, SteeringCurves, add_verdicts
 from lapa2_interp.paper.scripts import ScriptOptions, whole_number
 from lapa2_interp.runs.run import Run, load_run

@@ -2,9 +2,9 @@
 
 The names below are what the first day needs, in the order of use. Each is imported when it is first
 used, so that `import lapa2_interp` loads neither torch nor transformers. The rest has its room:
-`models` (load_tokenizer, model_card, TransformersModel, probe), `attention` (soft_inputs, Recorder,
-tables of a trace), `prefixes` (find_prefix, SoftPrefix), `runs` (make_cells, sweep) and `report`
-(view).
+`models` (load_tokenizer, facts_of, identify, TransformersModel, probe), `attention` (soft_inputs,
+Recorder, tables of a trace), `prefixes` (find_prefix, SoftPrefix), `runs` (make_cells, sweep) and
+`report` (view).
 """
 
 from __future__ import annotations

@@ -188,10 +188,10 @@ def soft_prefix(
     import torch
 
     from lapa2_interp.bias.text_start import start_setting
-    from lapa2_interp.models import model_card
+    from lapa2_interp.models import identify
     from lapa2_interp.prefixes.soft_prefix import PrefixCard, SoftPrefix, kv_shape
 
-    shape, card = kv_shape(model, slots), model_card(model)
+    shape, card = kv_shape(model, slots), identify(model)
     rng = torch.Generator().manual_seed(seed)
     keys, values = torch.randn(
         2, shape.n_layers, shape.n_kv_heads, slots, shape.d_head, generator=rng

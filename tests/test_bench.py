@@ -11,7 +11,7 @@ import pandas as pd
 import pytest
 import torch
 
-from lapa2_interp.models.card import network_of
+from lapa2_interp.models.facts import facts_of
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -101,7 +101,9 @@ def test_contenders_share_weights_and_prompts_have_the_tokens_asked_for(bench, m
     assert len(plan.batches) == 1
     for ids in bench.prompt_tokens(plan, torch.device("cpu")):
         assert torch.allclose(plain(ids).logits, bridge(ids), atol=1e-4)
-    own, shared = (network.get_input_embeddings().weight for network in (plain, network_of(direct)))
+    own, shared = (
+        network.get_input_embeddings().weight for network in (plain, facts_of(direct).network)
+    )
     assert own is shared
 
 

@@ -42,7 +42,7 @@ from lapa2_interp.generation.turns import KeptRows, NextTurn
 from lapa2_interp.methods import load_task
 from lapa2_interp.methods import registry as methods
 from lapa2_interp.models.cache_name import cache_name
-from lapa2_interp.models.card import layer_types, network_of
+from lapa2_interp.models.facts import facts_of
 from lapa2_interp.models.load import load_transformers
 from lapa2_interp.models.prepacked import prepacked
 
@@ -186,7 +186,7 @@ class Subject:
 
     def recorder(self) -> Recorder:
         size = self.model.cfg.n_layers, self.model.cfg.n_heads
-        return Recorder(*size, layer_types=layer_types(self.model))
+        return Recorder(*size, layer_types=facts_of(self.model).layer_types)
 
     def ids(self, row: int) -> torch.Tensor:
         """A prompt and its text but for the last token, which is not read."""
@@ -310,7 +310,7 @@ def is_first_of_model(case: Case) -> bool:
 def alpha_0_is_transformers(subject: Subject) -> Compared:
     """Cached decoding at alpha 0 has the logits of transformers' own `generate`, greedy."""
     sees = FAMILIES[subject.case.model].sees if subject.case.model in FAMILIES else ("full",) * 4
-    assert tuple(map(str, layer_types(subject.model))) == sees
+    assert tuple(map(str, facts_of(subject.model).layer_types)) == sees
     tokens, wanted = transformers_texts(subject.case.model, subject.case.texts)
     computed = subject.decoded((0, 1), Augmentation(alpha=0), tokens)
     if subject.case.kind == HOOKED:  # its logits are centred
@@ -513,7 +513,7 @@ def any_cache_will_do(subject: Subject) -> Compared:
     """Of transformers, in a user's own passes. A static cache has more slots than live keys and
     counts them in a tensor that it changes later."""
     computed, wanted, layout = [], [], subject.layouts[0]
-    name = cache_name(network_of(subject.model))
+    name = cache_name(facts_of(subject.model).network)
     for cuts in ([len(layout)], [len(layout), -2, -1], [4, 6, len(layout)]):
         for cache in (
             DynamicCache(),
@@ -568,7 +568,7 @@ def a_prompt_in_pieces_is_the_whole(subject: Subject) -> Compared:
     of_three = 3 * 2 * model.cfg.n_heads * len(padded[0])
     logits, traces, largest = [], [], []
     for scores in (PROMPT_SCORES, of_three):
-        recorder = SizedRecorder(*size, layer_types=layer_types(model))
+        recorder = SizedRecorder(*size, layer_types=facts_of(model).layer_types)
         recorder.begin(padded)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("lapa2_interp.attention.cache.PROMPT_SCORES", scores)
@@ -619,7 +619,7 @@ def recorded_is_the_attention_of_transformers(subject: Subject) -> Compared:
     trace = teacher_forced(subject.model, subject.layouts[0], TOKENS[:1])
     net = network(subject.case.model, "float64")
     attentions = net(subject.ids(0), output_attentions=True, use_cache=False).attentions
-    types = layer_types(subject.model)
+    types = facts_of(subject.model).layer_types
     layers = [layer for layer, seen in enumerate(types) if str(seen) != "none"]
     patterns = dict(zip(layers, (pattern[0] for pattern in attentions), strict=True))
     wanted = sums_of_patterns(patterns, subject.layouts[0])
@@ -682,7 +682,7 @@ def transformers_generate_is_one_pass(subject: Subject) -> Compared:
     """Inside `augmented`, greedy, with a cache of transformers that keeps all keys; of tiny models
     in padded rows, each with its own l."""
     rows = PaddedRows.of(subject.layouts[: 1 + is_tiny(subject.case)])
-    net, types = network_of(subject.model), layer_types(subject.model)
+    net, types = facts_of(subject.model).network, facts_of(subject.model).layer_types
     drops_keys = any(seen.kind in ("sliding", "chunked") for seen in types)
     with augmented(net, subject.rule, rows.layouts):
         generated = net.generate(
@@ -833,7 +833,7 @@ def packed_weights_are_the_usual(subject: Subject) -> Compared:
     logits, sums = [], []
     for packing in ("all", "none"):
         recorder = subject.recorder()
-        with prepacked(network_of(subject.model), packing):
+        with prepacked(facts_of(subject.model).network, packing):
             logits.append(subject.decoded((1, 0, 1), subject.rule, recorder=recorder))
         layouts = [left_pad(subject.layouts)[row] for row in (1, 0, 1)]
         sums.append(sums_of(recorder.dataset(layouts, ("target",), [STEPS] * 3)))

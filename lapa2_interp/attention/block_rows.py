@@ -28,13 +28,7 @@ from lapa2_interp.bias.layout import Layout
 from lapa2_interp.bias.recipes import resolve_recipes
 from lapa2_interp.models.blocks import has_open_block
 from lapa2_interp.models.cache_name import cache_of
-from lapa2_interp.models.card import (
-    Model,
-    is_bridge,
-    layer_types,
-    n_layers_and_heads,
-    plain_network,
-)
+from lapa2_interp.models.facts import Model, facts_of
 from lapa2_interp.models.positions import rows_problem
 
 FINDABLE = ("prefix", "bos", "input")
@@ -72,12 +66,13 @@ class BlockRows:
         capped: CapCallback | None = None,
         live: Bool[Tensor, "row query"] | None = None,
     ) -> None:
+        facts = facts_of(model)
         self.bias = BatchBias(
             rules,
             layouts,
-            n_layers_and_heads(model),
-            layer_types(model),
-            may_repeat=plain_network(model) is model,
+            (facts.n_layers, facts.n_heads),
+            facts.layer_types,
+            may_repeat=facts.is_bare,
             capped=capped,
         )
         self.check = PassCheck(model, layouts, check_ids, live)
@@ -125,8 +120,8 @@ class FoundRows:
         finder: SpanFinder,
         capped: CapCallback | None = None,
     ) -> None:
-        plain = plain_network(model)
-        if plain is None and not is_bridge(model):
+        facts = facts_of(model)
+        if facts.backend == "hooked":
             raise LayoutError(
                 "the passes of a HookedTransformer do not show their rows' padding; find spans in a"
                 " TransformerBridge or a transformers model, or give layouts"
@@ -135,7 +130,7 @@ class FoundRows:
         self.rules = _rules_to_find(augmentation)
         self.sample = BlockRows(model, [self.rules], [SAMPLE], capped=capped)
         self.padding_problem = None
-        if plain is not None and not has_open_block(model):
+        if facts.backend == "plain" and not has_open_block(model):
             self.padding_problem = rows_problem(model)
         self._by_cache: WeakKeyDictionary[Any, BlockRows] = WeakKeyDictionary()
         self._last = self.sample

@@ -31,16 +31,8 @@ from lapa2_interp.bias.padded_rows import PaddedRows
 from lapa2_interp.models.attention_interface import is_fused
 from lapa2_interp.models.blocks import check_cache_grew, check_no_checkpointing
 from lapa2_interp.models.cache_name import cache_name, let_bridges_read
-from lapa2_interp.models.card import (
-    Model,
-    check_has_tokenizer,
-    is_bridge,
-    network_of,
-    plain_network,
-    rotary_limit,
-    smallest_window,
-    weights_dtype,
-)
+from lapa2_interp.models.configuration import rotary_limit
+from lapa2_interp.models.facts import Model, check_has_tokenizer, facts_of
 from lapa2_interp.models.rotary import refuse_mixed_rotary
 from lapa2_interp.prefixes.soft_prefix import SoftPrefix
 
@@ -83,12 +75,12 @@ def check_packing(model: Model) -> None:
     Raises:
         LayoutError: The model has recurrent or convolutional layers.
     """
-    layers = new_cache_layers(model, DynamicLayer) if is_bridge(model) else []
+    layers = new_cache_layers(model, DynamicLayer) if facts_of(model).backend != "hooked" else []
     if any(hasattr(layer, "conv_states") for layer in layers):
         raise LayoutError(
-            f"the recurrent or convolutional layers of {type(network_of(model)).__name__} cannot"
-            " forget a token, so that turns of unequal length cannot stay in its cache; leave out"
-            f" {parameter('keep_turns', 'true', 'set')}"
+            f"the recurrent or convolutional layers of {type(facts_of(model).network).__name__}"
+            " cannot forget a token, so that turns of unequal length cannot stay in its cache;"
+            f" leave out {parameter('keep_turns', 'true', 'set')}"
         )
 
 
@@ -115,7 +107,11 @@ def new_rows(
     """
     rules = list(rules)
     in_pieces = not any(rule.pooled for rule in rules)
-    rows = BridgeRows(model, in_pieces) if is_bridge(model) else HookedRows(model, in_pieces)
+    rows = (
+        BridgeRows(model, in_pieces)
+        if facts_of(model).backend != "hooked"
+        else HookedRows(model, in_pieces)
+    )
     return RereadRows(rows) if any(rule.phase == "predicting_only" for rule in rules) else rows
 
 
@@ -140,10 +136,10 @@ def check_readable(model: Model, layouts: Sequence[Layout]) -> None:
         ModelError: Its dropout is on, or its passes drop the cache.
         LayoutError: The model has no embedding for a token.
     """
-    network = network_of(model)
+    network = facts_of(model).network
     check_no_checkpointing(network)
     refuse_mixed_rotary(network)
-    if is_bridge(model):
+    if facts_of(model).backend != "hooked":
         let_bridges_read(network)
     drops = [module for module in network.modules() if isinstance(module, nn.Dropout) and module.p]
     share = getattr(getattr(network, "config", None), "attention_dropout", None)
@@ -201,7 +197,7 @@ def soft_keys_and_values(
         shape.n_kv_heads,
         slots,
         shape.d_head,
-        dtype=weights_dtype(model),
+        dtype=facts_of(model).dtype,
     )
     for prefix in distinct.values():
         prefix.check(model)
@@ -245,7 +241,7 @@ def soft_inputs(
         "input": rows.ids,
         "attention_mask": rows.mask,
         "position_ids": rows.positions,
-        cache_name(network_of(model)): cache,
+        cache_name(facts_of(model).network): cache,
     }
 
 
@@ -258,7 +254,7 @@ def check_window(model: Model, layouts: Sequence[Layout], used: int) -> None:
     Raises:
         LayoutError: There are such rows, and `used` exceeds the window.
     """
-    window = smallest_window(model)
+    window = facts_of(model).window
     if window is None or used <= window:
         return
     if any(layout.soft and layout.bos.start > layout.soft for layout in layouts):
@@ -284,7 +280,7 @@ class _CachedRows:
     def _pieces(self, ids: Int[Tensor, "row query"], n_keys: int) -> list[slice]:
         """The queries of a prompt in pieces of at most `PROMPT_SCORES` scores; in one piece also if
         no matrix is formed, or the rotary factors depend on the length of a pass."""
-        config = getattr(network_of(self.model), "config", None)
+        config = getattr(facts_of(self.model).network, "config", None)
         has_switch = config is not None and rotary_limit(config) is not None
         n_rows, n_queries = ids.shape
         size = n_queries
@@ -307,7 +303,7 @@ class BridgeRows(_CachedRows):
     ) -> Float[Tensor, "row query vocab"]:
         used = self.cache.get_seq_length() + ids.shape[1]
         check_window(self.model, self.layouts, used)
-        check_no_checkpointing(network := network_of(self.model))
+        check_no_checkpointing(network := facts_of(self.model).network)
         logits = self.model(
             ids,
             attention_mask=self.mask[:, :used],
@@ -348,7 +344,7 @@ class BridgeRows(_CachedRows):
         self, layouts: Sequence[Layout], prefixes: Sequence[SoftPrefix | None] | None
     ) -> None:
         check_readable(self.model, layouts)
-        capacity, shared = len(layouts[0]), plain_network(self.model) is None
+        capacity, shared = len(layouts[0]), facts_of(self.model).backend != "plain"
         layers = new_cache_layers(self.model, lambda: SlotLayer(capacity, shared))
         soft = soft_keys_and_values(self.model, layouts, prefixes)
         if soft is not None:
@@ -396,8 +392,8 @@ class BridgeRows(_CachedRows):
             elif hasattr(layer, "conv_states"):  # others keep nothing of their own
                 raise LayoutError(
                     "phase 'predicting_only' reads tokens twice, and the recurrent or convolutional"
-                    f" layers of {type(network_of(self.model)).__name__} cannot forget one; use"
-                    " phase 'last_query'"
+                    f" layers of {type(facts_of(self.model).network).__name__} cannot forget one;"
+                    " use phase 'last_query'"
                 )
         self.positions = self.positions - n
 

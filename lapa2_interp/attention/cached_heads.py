@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map_only
 from transformers.cache_utils import CacheLayerMixin, DynamicCache, DynamicLayer
 
 from lapa2_interp.models.attention_interface import shared_product
-from lapa2_interp.models.card import Model, network_of
+from lapa2_interp.models.facts import Model, facts_of
 
 _SHAPE = Tensor.shape.__get__  # type: ignore[attr-defined]
 
@@ -143,7 +143,7 @@ def new_cache_layers(model: Model, make_layer: Callable[[], CacheLayerMixin]) ->
     Layers without own keys (recurrent layers, and those that share another layer's) have the cache
     layer of transformers.
     """
-    network: Any = network_of(model)
+    network: Any = facts_of(model).network
     layers = DynamicCache(config=network.config.get_text_config()).layers
     return [
         make_layer()

@@ -14,7 +14,7 @@ from lapa2_interp.attention.recorder import Recorder
 from lapa2_interp.attention.static_rows import print_note, static_problem, static_rows
 from lapa2_interp.bias.augmentation import AugmentationLike
 from lapa2_interp.bias.layout import Layout
-from lapa2_interp.models.card import Model
+from lapa2_interp.models.facts import Model
 
 
 @contextmanager

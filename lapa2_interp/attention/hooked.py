@@ -45,14 +45,7 @@ from lapa2_interp.models.attention_interface import (
     hook_attention,
 )
 from lapa2_interp.models.blocks import attach_hooks, has_open_block
-from lapa2_interp.models.card import (
-    Model,
-    attention_layers,
-    is_bridge,
-    network_of,
-    plain_network,
-    weights_dtype,
-)
+from lapa2_interp.models.facts import Model, facts_of
 from lapa2_interp.models.hook_names import HOOK_PATTERN, HOOK_SCORES
 from lapa2_interp.models.machine import Attn
 from lapa2_interp.models.positions import rows_problem
@@ -171,8 +164,8 @@ def augmented(
             (`positions.rows_problem`, tried once for each network by short passes). With `find`,
             a row lacks the span, or a pass does not show its rows (`block_rows.FoundRows.of_pass`).
     """
-    plain = plain_network(model)
-    refuse_mixed_rotary(network_of(model))
+    facts = facts_of(model)
+    refuse_mixed_rotary(facts.network)
     capped = getattr(observer, "capped", None)
     searched: FoundRows | None = None
     if find is None:
@@ -190,7 +183,7 @@ def augmented(
         raise TraceError(
             f"the recorder is for a model of layers {describe_layers(recorded)}, and this one's are"
             f" {describe_layers(bias.layer_types)}; give Recorder(...,"
-            " layer_types=layer_types(model)), of lapa2_interp.models.card"
+            " layer_types=facts_of(model).layer_types), of lapa2_interp.models"
         )
     unchecked = set(bias.score_law_layers)  # layers that may have a learned sink
 
@@ -236,9 +229,9 @@ def augmented(
     # Attach them.
     keep = ExitStack()
     if searched is not None:
-        keep.callback(network_of(model).register_forward_hook(searched.keep).remove)
-    observed = attention_layers(model) if observer is not None else bias.layers
-    if plain is not None:
+        keep.callback(facts_of(model).network.register_forward_hook(searched.keep).remove)
+    observed = facts_of(model).attention_layers if observer is not None else bias.layers
+    if facts.backend == "plain":
         reads_spans = observer is None or isinstance(observer, SpanObserver)
         hooks = AttentionHooks(
             edit_scores=add_bias,
@@ -250,7 +243,7 @@ def augmented(
             paths=getattr(model, "paths", {}),
         )
         attn: Attn = getattr(model, "attn", "auto")
-        with keep, hook_attention(plain, hooks, begin, observed, attn):
+        with keep, hook_attention(facts.network, hooks, begin, observed, attn):
             yield hooks.paths if searched is None else searched.finder
         return
 
@@ -262,9 +255,9 @@ def augmented(
 
     def on_pattern(pattern: Tensor, hook: Any, layer: int) -> Tensor:
         read_pattern(layer, pattern, rows.check.first_query(pattern))
-        return pattern.to(weights_dtype(model))
+        return pattern.to(facts_of(model).dtype)
 
-    if not is_bridge(model):
+    if facts_of(model).backend == "hooked":
         observed = sorted({0, *observed})  # layer 0 gives the first query, and so the ids
     sight_hooks, score_hooks, pattern_hooks = (
         [(point.format(layer), partial(hook, layer=layer)) for layer in layers]
@@ -296,7 +289,7 @@ def _rows_of_layouts(
         )
     layouts = list(layout) if isinstance(layout, Sequence) else [layout]
     rules = _augmentations_of_rows(augmentation, layouts)
-    padded = plain_network(model) is not None and any(row_layout.pad for row_layout in layouts)
+    padded = facts_of(model).backend == "plain" and any(row_layout.pad for row_layout in layouts)
     if padded and not has_open_block(model) and (problem := rows_problem(model)) is not None:
         raise LayoutError(f"{problem}; read rows of one length together")
     return BlockRows(model, rules, layouts, check_ids, capped)
@@ -339,14 +332,15 @@ def refuse_sinks(model: Model) -> Iterator[None]:
     Raises:
         DeadHookError: The model has a sink.
     """
-    if (plain := plain_network(model)) is not None:
-        if any(name.endswith(".sinks") for name, _ in plain.named_parameters()):
+    facts = facts_of(model)
+    if facts.backend == "plain":
+        if any(name.endswith(".sinks") for name, _ in facts.network.named_parameters()):
             raise DeadHookError(SINK_ERROR)
         yield
         return
     hooks = [
         (HOOK_PATTERN.format(layer), lambda pattern, hook: _check_no_sink(pattern))
-        for layer in attention_layers(model)
+        for layer in facts_of(model).attention_layers
     ]
     with attach_hooks(model, hooks):
         yield
@@ -361,18 +355,19 @@ def edit_scores(model: Model, change: Callable[[int, Tensor], Tensor]) -> Iterat
         change: Takes layer and scores [row head query key] (masked, before softmax); returns the
             scores, in any precision.
     """
-    if (plain := plain_network(model)) is not None:
+    facts = facts_of(model)
+    if facts.backend == "plain":
         hook = AttentionHooks(lambda layer, scores, _first: change(layer, scores))
-        with hook_attention(plain, hook, lambda _given: 0):
+        with hook_attention(facts.network, hook, lambda _given: 0):
             yield
         return
-    layers = attention_layers(model)
+    layers = facts_of(model).attention_layers
     hooks: list[tuple[str, Callable]] = [
         (HOOK_SCORES.format(layer), lambda scores, hook, layer=layer: change(layer, scores))
         for layer in layers
     ]
     hooks += [
-        (HOOK_PATTERN.format(layer), lambda pattern, hook: pattern.to(weights_dtype(model)))
+        (HOOK_PATTERN.format(layer), lambda pattern, hook: pattern.to(facts_of(model).dtype))
         for layer in layers
     ]
     with attach_hooks(model, hooks):

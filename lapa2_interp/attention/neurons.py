@@ -27,7 +27,7 @@ from lapa2_interp._util.errors import DeadHookError
 from lapa2_interp._util.files import atomic_write, writing_cache
 from lapa2_interp._util.progress import progress_bar
 from lapa2_interp._util.unpacking import check_archive
-from lapa2_interp.models.card import Model
+from lapa2_interp.models.facts import Model
 from lapa2_interp.models.hook_names import HOOK_NEURONS
 
 PROBE_VALUE = 50.0

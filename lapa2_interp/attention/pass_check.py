@@ -17,7 +17,7 @@ from lapa2_interp.bias.layer_types import LayerType, describe_runs
 from lapa2_interp.bias.layout import Layout
 from lapa2_interp.models.attention_interface import check_matrix_fits
 from lapa2_interp.models.cache_name import cache_of
-from lapa2_interp.models.card import Model, is_bridge, network_of, plain_network
+from lapa2_interp.models.facts import Model, facts_of
 
 MASK_CHECK_INTERVAL = 64
 """Tokens between two checks of the mask, in passes of one token."""
@@ -78,9 +78,11 @@ class PassCheck:
             return self.first
         self.first = n_cached_keys(arguments)
         self._check_mask(arguments)
-        if is_bridge(self.model) and plain_network(self.model) is None:
-            check_matrix_fits(network_of(self.model), arguments, "the model has hooks on them")
-        if not is_bridge(self.model) and plain_network(self.model) is None:
+        if facts_of(self.model).backend != "hooked" and facts_of(self.model).backend != "plain":
+            check_matrix_fits(
+                facts_of(self.model).network, arguments, "the model has hooks on them"
+            )
+        if facts_of(self.model).backend == "hooked" and facts_of(self.model).backend != "plain":
             return self.first
         ids = arguments.get("input_ids")
         if ids is not None:
@@ -94,7 +96,7 @@ class PassCheck:
         """The slot of the first query, from scores or pattern [row head query key]."""
         # A HookedTransformer's only cache concatenates, and its `generate` does not call the
         # module's hooks; the bridge's cache may have more slots than live keys.
-        if not is_bridge(self.model):
+        if facts_of(self.model).backend == "hooked":
             self.first = attention.shape[3] - attention.shape[2]
             ids, self.unread = self.unread, None
             if ids is not None:
@@ -213,7 +215,7 @@ class PassCheck:
 
     def _add_positions(self, arguments: dict[str, Any], inputs: Tensor | None) -> None:
         """Add the positions that each row alone would have: transformers counts padding."""
-        network = network_of(self.model)
+        network = facts_of(self.model).network
         if "position_ids" in signature(network.forward).parameters and inputs is not None:
             slots = torch.arange(self.first, self.first + inputs.shape[1])
             positions = self._repeat_rows((slots - self.pads).clamp(min=0), len(inputs))

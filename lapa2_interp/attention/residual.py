@@ -20,7 +20,7 @@ from lapa2_interp.attention.cache import new_rows
 from lapa2_interp.attention.pass_check import n_cached_keys
 from lapa2_interp.bias.layout import Layout
 from lapa2_interp.models.blocks import OUTSIDE_ERROR, PassState, attach_hooks, open_block
-from lapa2_interp.models.card import Model, n_layers_and_heads, plain_network
+from lapa2_interp.models.facts import Model, ModelFacts, facts_of
 
 HOOK_RESIDUAL = "blocks.{}.hook_resid_post"
 Edit = Callable[[int, Float[Tensor, "row query d_model"], int], Tensor | None]
@@ -45,7 +45,8 @@ def edited_residual(model: Model, edit: Edit, layers: Collection[int]) -> Iterat
         if "tokens" not in arguments:  # of a HookedTransformer's embedding, which follows
             first = n_cached_keys(arguments)
 
-    if (network := plain_network(model)) is None:
+    facts = facts_of(model)
+    if facts.backend != "plain":
 
         def on_stream(stream: Tensor, hook: Any, layer: int) -> Tensor | None:
             return edit(layer, stream, first)
@@ -55,7 +56,7 @@ def edited_residual(model: Model, edit: Edit, layers: Collection[int]) -> Iterat
             yield
         return
 
-    state, blocks = PassState(), _decoder_blocks(network)
+    state, blocks = PassState(), _decoder_blocks(facts)
 
     def on_output(module: Any, args: tuple, output: Any, layer: int) -> Any:
         if not state.running:
@@ -68,29 +69,28 @@ def edited_residual(model: Model, edit: Edit, layers: Collection[int]) -> Iterat
         return (edited, *others) if isinstance(output, tuple) else edited
 
     with ExitStack() as undo:
-        undo.enter_context(open_block(network, begin, state, layers))
+        undo.enter_context(open_block(facts.network, begin, state, layers))
         for layer in layers:
             handle = blocks[layer].register_forward_hook(partial(on_output, layer=layer))
             undo.callback(handle.remove)
         yield
 
 
-def _decoder_blocks(network: nn.Module) -> nn.ModuleList:
+def _decoder_blocks(facts: ModelFacts) -> nn.ModuleList:
     """The blocks of a transformers model, in order: its one list of as many modules as layers.
 
     Raises:
         ModelError: It has none, or several.
     """
-    n_layers = n_layers_and_heads(network)[0]
     lists = [
         module
-        for module in network.modules()
-        if isinstance(module, nn.ModuleList) and len(module) == n_layers
+        for module in facts.network.modules()
+        if isinstance(module, nn.ModuleList) and len(module) == facts.n_layers
     ]
     if len(lists) != 1:
         raise ModelError(
-            f"{type(network).__name__} has {len(lists)} lists of {n_layers} modules, so which are"
-            " its layers is not known; use TransformerBridge, whose hooks name them"
+            f"{type(facts.network).__name__} has {len(lists)} lists of {facts.n_layers} modules, so"
+            " which are its layers is not known; use TransformerBridge, whose hooks name them"
         )
     return lists[0]
 
@@ -129,7 +129,7 @@ def shifted_residual(
 def mean_residual(model: Model, layouts: Sequence[Layout]) -> Float[Tensor, "layer d_model"]:
     """The mean over texts of the residual stream after every layer at the last token, in at least
     float32. Each text is read alone."""
-    n_layers, total = n_layers_and_heads(model)[0], torch.zeros(())
+    n_layers, total = facts_of(model).n_layers, torch.zeros(())
     for layout in layouts:
         last: dict[int, Tensor] = {}
 

@@ -49,15 +49,7 @@ from lapa2_interp.bias.layer_types import FULL_ATTENTION
 from lapa2_interp.bias.layout import Layout
 from lapa2_interp.models.attention_interface import AttentionHooks, hook_attention
 from lapa2_interp.models.cache_name import cache_name
-from lapa2_interp.models.card import (
-    Model,
-    layer_types,
-    n_layers_and_heads,
-    network_of,
-    plain_network,
-    rotary_limit,
-    weights_dtype,
-)
+from lapa2_interp.models.facts import Model, facts_of
 from lapa2_interp.models.fingerprint import offload_hooks
 
 SMALLEST_BUCKET = 128
@@ -136,8 +128,9 @@ class StaticStep:
 
     def __init__(self, rows: BridgeRows, n_rows: int, capacity: int, by_head: bool) -> None:
         self.model, self.by_head, self.first = rows.model, by_head, 0
-        n_layers, n_heads = n_layers_and_heads(self.model)
-        device, dtype = self.model.cfg.device, weights_dtype(self.model)
+        facts = facts_of(self.model)
+        n_layers, n_heads = facts.n_layers, facts.n_heads
+        device, dtype = self.model.cfg.device, facts_of(self.model).dtype
         wide = {"device": device, "dtype": torch.promote_types(dtype, torch.float32)}
         self.slot = torch.zeros(1, dtype=torch.long, device=device)
         self.tokens = torch.zeros(n_rows, 1, dtype=torch.long, device=device)
@@ -193,7 +186,7 @@ class StaticStep:
             attention_mask=self.mask[..., :width],
             position_ids=self.positions,
             logits_to_keep=1,
-            **{cache_name(network_of(self.model)): self.cache},
+            **{cache_name(facts_of(self.model).network): self.cache},
         )[:, -1]
 
 
@@ -242,8 +235,8 @@ class StaticRows(BridgeRows):
         logits = step.run(width)
         if is_new and (step.patterns.gt(0) & step.mask.lt(0))[..., :width].any():
             raise ModelError(
-                f"{type(network_of(self.model)).__name__} reads slots that its mask hides, so its"
-                " steps cannot have a fixed size; set model.static = False"
+                f"{type(facts_of(self.model).network).__name__} reads slots that its mask"
+                " hides, so its steps cannot have a fixed size; set model.static = False"
             )
         if self.recorder is not None:
             self.recorder.observe_all(step.patterns[..., : first + 1], first)
@@ -275,9 +268,8 @@ def static_rows(
 ) -> Iterator[Rows]:
     """`continued_rows` of a model that has no `static_problem`."""
     step, bias = _static_step(rows, len(index), capacity, augmentations, layouts)
-    hooks, network = AttentionHooks(step.edit, step.read), plain_network(rows.model)
-    n_layers, _ = n_layers_and_heads(rows.model)
-    with hook_attention(network, hooks, lambda _given: 0, range(n_layers)):
+    hooks, facts = AttentionHooks(step.edit, step.read), facts_of(rows.model)
+    with hook_attention(facts.network, hooks, lambda _given: 0, range(facts.n_layers)):
         yield StaticRows(rows, index, step, bias, recorder)
 
 
@@ -289,7 +281,8 @@ def _static_step(
     layouts: Sequence[Layout],
 ) -> tuple[StaticStep, BatchBias]:
     """A step that fits, and the bias that it adds."""
-    size, kinds = n_layers_and_heads(rows.model), layer_types(rows.model)
+    facts = facts_of(rows.model)
+    size, kinds = (facts.n_layers, facts.n_heads), facts.layer_types
     bias = BatchBias([active_augmentations(rules) for rules in augmentations], layouts, size, kinds)
     one_for_all = {*kinds} == {FULL_ATTENTION} and all(
         term.every_head and len(term.layers) == size[0] for term in bias.length_terms
@@ -301,21 +294,21 @@ def static_problem(
     model: Model, rows: Rows, augmentations: Sequence[AugmentationLike]
 ) -> str | None:
     """The reason why rows cannot be continued with static steps; None if they can."""
-    network = plain_network(model)
-    if network is None:
+    facts = facts_of(model)
+    if facts.backend != "plain":
         return "the model has hooks, so load it with model class TransformersModel"
     if not isinstance(rows, BridgeRows):
         return "the method or the phase reads tokens again, or a chat keeps its turns"
     rules = [rule for row in augmentations for rule in active_augmentations(row)]
     if any(rule.reads_scores or rule.multiplies for rule in rules):
         return "a law reads the scores"
-    if rotary_limit(network.config) is not None:
+    if facts.rotary_limit is not None:
         return "the model's rotary factors depend on the length of a text"
     if not all(isinstance(layer, SlotLayer) for layer in rows.cache.layers):
         return "not every layer keeps keys and values"
-    if len({parameter.device for parameter in network.parameters()}) > 1:
+    if len({parameter.device for parameter in facts.network.parameters()}) > 1:
         return "the model lies on several devices"
-    if any(offload_hooks(network)):
+    if any(offload_hooks(facts.network)):
         return "the model's weights are offloaded"
     return None
 

@@ -21,7 +21,7 @@ from transformers.cache_utils import Cache
 
 from lapa2_interp.attention.cache import BridgeRows
 from lapa2_interp.attention.cached_heads import SlotLayer
-from lapa2_interp.models.card import Model
+from lapa2_interp.models.facts import Model
 
 KEPT_BYTES = 2**28
 """Memory for the residual streams of all groups."""

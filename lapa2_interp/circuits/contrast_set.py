@@ -24,15 +24,9 @@ from lapa2_interp.circuits.examples import (
 )
 from lapa2_interp.methods.registry import load_task
 from lapa2_interp.models.blocks import check_no_open_block
-from lapa2_interp.models.card import (
-    Model,
-    attention_layers,
-    kv_shapes,
-    model_card,
-    model_short_context,
-    network_of,
-    plain_network,
-)
+from lapa2_interp.models.card import identify
+from lapa2_interp.models.configuration import kv_shapes
+from lapa2_interp.models.facts import Model, facts_of
 from lapa2_interp.models.fingerprint import weights_read_once
 from lapa2_interp.models.load import resolve_model
 from lapa2_interp.prefixes.soft_prefix import SoftPrefix, find_prefix
@@ -198,7 +192,7 @@ class ContrastSet:
         """
         check_attention(model)
         # The prefix has a forward pass of its own, so a longer text would mix rotary factors.
-        most = model_short_context(model) or model.cfg.n_ctx
+        most = facts_of(model).short_context or model.cfg.n_ctx
         for example in self.examples:
             if (n := example.layouts[0].n_live + example.n_steps - 1) > most:
                 raise CircuitError(
@@ -289,13 +283,13 @@ class ContrastSet:
         }
         if soft:
             more |= {"soft prefixes": [_hash_prefix(prefix) for prefix in soft.values()]}
-        card = model_card(model)
+        card = identify(model)
         facts = [card.name, card.weights, card.dtype, card.model_class, examples, self.words, more]
         return _hash(json.dumps(facts, default=str))
 
     def facts(self, model: Model, **more: Any) -> dict[str, str]:
         """The facts behind `key` by name, for messages; long ones as a hash."""
-        card = model_card(model)
+        card = identify(model)
         facts = {
             "model": card.name,
             "weights": card.weights,
@@ -336,13 +330,13 @@ def as_contrast_set(model: Model, contrast: ContrastLike) -> ContrastSet:
 
 def check_attention(model: Model) -> None:
     """Refuse a model without attention in every layer, or without hooks by head."""
-    if len(attending := attention_layers(model)) < model.cfg.n_layers:
+    if len(attending := facts_of(model).attention_layers) < model.cfg.n_layers:
         raise CircuitError(
             "circuits are read from models with attention in every layer, and this one has it"
             f" in layers {', '.join(map(str, attending))}; take texts and traces instead"
         )
-    network: Any = network_of(model)
-    if plain_network(model) is None and hasattr(network, "config"):
+    network: Any = facts_of(model).network
+    if facts_of(model).backend != "plain" and hasattr(network, "config"):
         config = network.config.get_text_config()
         if any(key != value for _, key, value in kv_shapes(config)):
             raise CircuitError(

@@ -24,7 +24,7 @@ from lapa2_interp.bias.augmentation import AugmentationLike
 from lapa2_interp.circuits.contrast_set import ContrastLike, ContrastSet, as_contrast_set
 from lapa2_interp.circuits.edits import evaluate_edits
 from lapa2_interp.circuits.metrics import METRICS, Metric, metrics_by_name
-from lapa2_interp.models.card import Model
+from lapa2_interp.models.facts import Model
 from lapa2_interp.models.load import accepts_model_name
 from lapa2_interp.stats import bounds
 

@@ -45,7 +45,8 @@ from lapa2_interp.circuits.metrics import Metric, Predictions
 from lapa2_interp.models.attention_interface import AttentionHooks, hook_attention
 from lapa2_interp.models.blocks import attach_hooks
 from lapa2_interp.models.cache_name import cache_of
-from lapa2_interp.models.card import Model, is_bridge, plain_network, prepacked_model, weights_dtype
+from lapa2_interp.models.card import prepacked_model
+from lapa2_interp.models.facts import Model, facts_of
 from lapa2_interp.models.hook_names import HOOK_Z
 
 Replacement = Literal["cut", "zero", "resample", "mean"]
@@ -203,7 +204,7 @@ def _clean_passes(
     everywhere = active_augmentations(resolve_recipes(augmentation))
     saved = sum(min(layer for layer, _ in edit.heads) for edit in edits if edit)
     too_little = saved < LEAST_SAVED * model.cfg.n_layers
-    if by_step or everywhere or too_little or plain_network(model) is not None:
+    if by_step or everywhere or too_little or facts_of(model).backend == "plain":
         return [None] * len(groups)
     after_prefixes = [
         read_prefixes(
@@ -220,7 +221,7 @@ def _clean_passes(
     if not all(isinstance(layer, SlotLayer) for layer in layers):  # others hold more than own keys
         return [None] * len(groups)
     n_tokens = sum(tokens.numel() for _, tokens in after_prefixes)
-    size = torch.finfo(weights_dtype(model)).bits // 8
+    size = torch.finfo(facts_of(model).dtype).bits // 8
     stored_layers = layers_to_keep(model.cfg.n_layers, n_tokens * model.cfg.d_model * size)
     passes = [
         CleanPass.read(model, cached, tokens, stored_layers) for cached, tokens in after_prefixes
@@ -380,7 +381,7 @@ def _forward_by_step(cached_rows: BridgeRows, tokens: Tensor) -> Float[Tensor, "
 
 def check_model_class(model: Model) -> None:
     """Refuse a model that is neither a TransformerBridge nor a TransformersModel."""
-    if not is_bridge(model):
+    if facts_of(model).backend == "hooked":
         raise CircuitError(
             "circuits are read from a TransformerBridge or a TransformersModel, not from a"
             f" {type(model).__name__}"
@@ -389,7 +390,7 @@ def check_model_class(model: Model) -> None:
 
 def check_has_hooks(model: Model, purpose: str, instead: str = "") -> None:
     """Refuse a model that is not a TransformerBridge: `purpose` through hooks, or `instead`."""
-    if not is_bridge(model) or plain_network(model) is not None:
+    if facts_of(model).backend != "bridge":
         raise CircuitError(
             f"{purpose} through hooks of a TransformerBridge, and this is a"
             f' {type(model).__name__}; load it with model_class="TransformerBridge"{instead}'
@@ -522,7 +523,7 @@ def _heads_from_copies(
     rules = [edit.augmentation for edit in edits]
     size = model.cfg.n_layers, model.cfg.n_heads
     heads = torch.from_numpy(np.stack([rule.head_mask(*size) for rule in rules]))  # copy layer head
-    dtype = weights_dtype(model)
+    dtype = facts_of(model).dtype
     step = torch.finfo(dtype).eps
     nudge = torch.tensor([1 + step * (edit.replacement == "null") for edit in edits], dtype=dtype)
     n_cached = 0
@@ -551,8 +552,8 @@ def _heads_from_copies(
         z[copies] = mixed
         return z
 
-    if (plain := plain_network(model)) is not None:
-        with hook_attention(plain, AttentionHooks(edit_output=mix), count_cached):
+    if facts_of(model).backend == "plain":
+        with hook_attention(facts_of(model).network, AttentionHooks(edit_output=mix), count_cached):
             yield
         return
     hooks: list[tuple[str, Callable]] = [

@@ -73,7 +73,8 @@ from lapa2_interp.circuits.far_passes import (
 from lapa2_interp.circuits.metrics import Metric, Predictions, metrics_by_name
 from lapa2_interp.circuits.result_store import RECHECKED, ResultStore
 from lapa2_interp.circuits.statistics import share_interval
-from lapa2_interp.models.card import Model, prepacked_model, weights_dtype
+from lapa2_interp.models.card import prepacked_model
+from lapa2_interp.models.facts import Model, facts_of
 from lapa2_interp.models.load import accepts_model_name
 from lapa2_interp.models.positions import LOG_PROB_TOLERANCE
 from lapa2_interp.stats import bounds
@@ -499,7 +500,7 @@ def _check_relative(model: Model, close: CachedForward, shifted: CachedForward) 
         for forward in (close, shifted)
     )
     off = (unshifted - moved).abs().mean()
-    dtype = str(weights_dtype(model)).removeprefix("torch.")
+    dtype = str(facts_of(model).dtype).removeprefix("torch.")
     front = slice(0, close.filler.start)
     still = all(
         torch.equal(a[0], b[0])

@@ -62,7 +62,8 @@ from lapa2_interp.circuits.metrics import Metric, Predictions, one_metric
 from lapa2_interp.circuits.result_store import RECHECKED, ResultStore
 from lapa2_interp.circuits.statistics import share_interval
 from lapa2_interp.circuits.units import all_heads, head_mask, make_units
-from lapa2_interp.models.card import Model, prepacked_model, smallest_window
+from lapa2_interp.models.card import prepacked_model
+from lapa2_interp.models.facts import Model, facts_of
 from lapa2_interp.models.load import accepts_model_name
 from lapa2_interp.stats import FEW, bounds
 from lapa2_interp.tasks.task import Task
@@ -398,7 +399,7 @@ def texts_for_fading(
             f" need {lengths[-1]} + {tokens}: give longer texts, or shorter fillers"
         )
     longest = max(len(example.layouts[0]) for example in contrast_set.examples) + n_text - 1
-    if (window := smallest_window(model)) is not None and longest > window:
+    if (window := facts_of(model).window) is not None and longest > window:
         raise CircuitError(
             f"some layers of this model see {window} keys, and prompt, filler and scored tokens"
             f" have {longest}: keys are hidden there, not only outweighed; ask for shorter fillers"

@@ -61,7 +61,7 @@ from lapa2_interp.circuits.metrics import Metric, Predictions, one_metric
 from lapa2_interp.circuits.statistics import spearman
 from lapa2_interp.circuits.unit_table import UnitTable, draw_tables
 from lapa2_interp.circuits.units import head_units
-from lapa2_interp.models.card import Model, check_not_quantised, weights_dtype
+from lapa2_interp.models.facts import Model, check_not_quantised, facts_of
 from lapa2_interp.models.hook_names import HOOK_PATTERN, HOOK_SCORES
 from lapa2_interp.models.load import accepts_model_name
 
@@ -179,7 +179,7 @@ def attribution(
             with recorded_gradients():
                 biases = torch.zeros(
                     n_layers, len(examples), n_heads, l_pre,
-                    dtype=weights_dtype(model), device=model.cfg.device, requires_grad=True,
+                    dtype=facts_of(model).dtype, device=model.cfg.device, requires_grad=True,
                 )  # fmt: skip
                 logits, patterns = _forward_with_biases(model, examples, biases, augmentation)
                 value = _text_control(model, contrast_set, examples, logits, name, function)
@@ -199,8 +199,8 @@ def check_gradients(model: Model) -> None:
     """Refuse a model without gradients."""
     check_has_hooks(model, "gradients are read")
     check_not_quantised(model, "gradients go through")
-    if weights_dtype(model) not in (torch.float32, torch.float64):
-        name = str(weights_dtype(model)).removeprefix("torch.")
+    if facts_of(model).dtype not in (torch.float32, torch.float64):
+        name = str(facts_of(model).dtype).removeprefix("torch.")
         raise CircuitError(
             f"gradients in {name} are mostly rounding; allowed: float32, float64; load the model"
             ' with dtype="float32"'

@@ -22,7 +22,7 @@ from lapa2_interp.bias.recipes import resolve_recipes
 from lapa2_interp.circuits.metrics import Predictions, js
 from lapa2_interp.generation.teacher_forcing import check_text_fits
 from lapa2_interp.methods.registry import HIDDEN
-from lapa2_interp.models.card import Model
+from lapa2_interp.models.facts import Model
 from lapa2_interp.models.load import accepts_model_name
 
 

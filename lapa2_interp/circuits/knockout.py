@@ -43,7 +43,7 @@ from lapa2_interp.circuits.result_store import (
 from lapa2_interp.circuits.statistics import share_interval
 from lapa2_interp.circuits.unit_table import UnitTable
 from lapa2_interp.circuits.units import Unit, all_heads, check_heads, make_units
-from lapa2_interp.models.card import Model
+from lapa2_interp.models.facts import Model
 from lapa2_interp.models.load import accepts_model_name
 
 NULL = "nothing"

@@ -42,11 +42,8 @@ from lapa2_interp.circuits.edits import check_has_hooks, check_one_pass, text_lo
 from lapa2_interp.circuits.examples import ContrastExample
 from lapa2_interp.circuits.unit_table import UnitTable
 from lapa2_interp.circuits.units import head_units
-from lapa2_interp.models.card import (
-    Model,
-    kv_heads,
-    prepacked_model,
-)
+from lapa2_interp.models.card import prepacked_model
+from lapa2_interp.models.facts import Model, facts_of
 from lapa2_interp.models.hook_names import (
     HOOK_EMBEDDING,
     HOOK_FINAL_NORM,
@@ -291,7 +288,7 @@ def _collect_outputs(
         "generated": slots >= layout.prompt.stop,
     }
     mask = torch.stack([masks[name] for name in PARTS], dim=1)  # key part
-    group = model.cfg.n_heads // kv_heads(model)
+    group = model.cfg.n_heads // facts_of(model).n_kv_heads
     # Hooks: a layer's values wait for its pattern; other activations are added up by name.
     values: dict[int, Tensor] = {}
     parts: list[Tensor] = []

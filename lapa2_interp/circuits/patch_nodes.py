@@ -25,7 +25,7 @@ from lapa2_interp.circuits.edits import (
 )
 from lapa2_interp.circuits.examples import ContrastExample
 from lapa2_interp.circuits.units import Location, PatchUnit
-from lapa2_interp.models.card import Model, kv_heads, weights_dtype
+from lapa2_interp.models.facts import Model, facts_of
 from lapa2_interp.models.hook_names import (
     HOOK_ATTN_OUT,
     HOOK_FINAL_NORM,
@@ -127,7 +127,7 @@ def make_patch_units(
     known: Sequence[Any] = ()
     kind = "head"
     if node == "prefix_kv":
-        kind, columns = "kv_head", range(kv_heads(model))
+        kind, columns = "kv_head", range(facts_of(model).n_kv_heads)
     elif node in HOOKS and node not in HEAD_NODES:
         soft = any(example.layouts[0].soft for example in contrast_set.examples)
         has_bos = all(example.layouts[0].n_bos for example in contrast_set.examples)
@@ -191,7 +191,7 @@ the opposite run, and a run for every unit."""
 def patched_runs(model: Model, node: str, slots: Sequence[str] | None) -> PatchedRuns:
     """The function that patches a node: through the cache, the final norm, or hooks."""
     if node in PREFIX_NODES:
-        group = 1 if node == "prefix_to_head" else model.cfg.n_heads // kv_heads(model)
+        group = 1 if node == "prefix_to_head" else model.cfg.n_heads // facts_of(model).n_kv_heads
         return partial(_through_prefix, model, group)
     if node == "head_to_logits":
         check_weights_readable(model, "what heads write into the logits is computed from")
@@ -312,7 +312,7 @@ def _to_logits(
 
 def _check_is_sum(model: Model, x: Tensor, expected: Tensor) -> None:
     """Refuse a model whose residual stream is not the sum of the outputs of attention and MLPs."""
-    tolerance = max(RESIDUAL_TOLERANCE, 8 * torch.finfo(weights_dtype(model)).eps)
+    tolerance = max(RESIDUAL_TOLERANCE, 8 * torch.finfo(facts_of(model).dtype).eps)
     if (x - expected).abs().max() > tolerance * x.abs().max():
         raise CircuitError(
             "node head_to_logits needs a residual stream that is the sum of what attention and MLPs"

@@ -53,7 +53,8 @@ from lapa2_interp.circuits.patch_nodes import (
 )
 from lapa2_interp.circuits.unit_table import UnitTable, draw_tables
 from lapa2_interp.circuits.units import Location, PatchUnit
-from lapa2_interp.models.card import Model, prepacked_model
+from lapa2_interp.models.card import prepacked_model
+from lapa2_interp.models.facts import Model
 from lapa2_interp.models.load import accepts_model_name
 from lapa2_interp.stats import bounds
 

@@ -22,7 +22,8 @@ from lapa2_interp.circuits.knockout import KnockOut, knock_out
 from lapa2_interp.circuits.logit_attribution import head_logit_attribution
 from lapa2_interp.circuits.statistics import spearman
 from lapa2_interp.circuits.unit_table import UnitTable
-from lapa2_interp.models.card import Model, model_card, plain_network
+from lapa2_interp.models.card import identify
+from lapa2_interp.models.facts import Model, facts_of
 from lapa2_interp.stats import FEW
 
 Maps = Mapping[str, UnitTable]
@@ -125,10 +126,10 @@ def check_placebo(model: Model, placebo: Model, contrast_set: ContrastSet) -> No
         (one.cfg.n_layers, one.cfg.n_heads, one.cfg.d_vocab, type(one).__name__)
         for one in (model, placebo)
     ]
-    if shapes[0] != shapes[1] or model_card(model).weights == model_card(placebo).weights:
-        name = model_card(model).name
+    if shapes[0] != shapes[1] or identify(model).weights == identify(placebo).weights:
+        name = identify(model).name
         raise CircuitError(
-            f"the placebo {model_card(placebo).name!r} is no untrained {name!r}; give"
+            f"the placebo {identify(placebo).name!r} is no untrained {name!r}; give"
             f' load_model("random:{name}") of the same class'
         )
     if any(layout.soft for example in contrast_set.examples for layout in example.layouts):
@@ -168,7 +169,7 @@ def measure_placebo(
     slopes = direct = None
     if "head, cut_hat" in trained and has_gradients(placebo):
         slopes = attribution(placebo, contrast_set, metric="js").table()
-    if "head, direct" in trained and plain_network(placebo) is None:
+    if "head, direct" in trained and facts_of(placebo).backend != "plain":
         direct = head_logit_attribution(placebo, contrast_set).table()
     shuffled = {}
     if len(contrast_set.attributes) == 2 and contrast_set.n_prompts >= 2:
@@ -177,4 +178,4 @@ def measure_placebo(
             for name, table in trained.items()
             if name.rpartition(", ")[2] in SIGNED
         }
-    return Placebo(model_card(placebo).name, trained, maps_of(tables, slopes, direct), shuffled)
+    return Placebo(identify(placebo).name, trained, maps_of(tables, slopes, direct), shuffled)

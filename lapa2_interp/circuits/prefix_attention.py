@@ -31,7 +31,7 @@ from lapa2_interp.bias.augmentation import (
 )
 from lapa2_interp.circuits.contrast_set import ContrastLike, as_contrast_set
 from lapa2_interp.generation.teacher_forcing import teacher_forced
-from lapa2_interp.models.card import Model
+from lapa2_interp.models.facts import Model
 from lapa2_interp.models.load import accepts_model_name
 
 GOAL_TOLERANCE = 1e-3

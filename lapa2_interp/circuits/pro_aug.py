@@ -42,7 +42,7 @@ from lapa2_interp.circuits.metrics import Metric, Predictions, one_metric
 from lapa2_interp.circuits.units import all_heads, head_mask
 from lapa2_interp.methods.base import FLOOR, BatchStart, Branch, Method, Prepared, SoftPrefixKey
 from lapa2_interp.methods.registry import get_for_task, load_task
-from lapa2_interp.models.card import Model, weights_dtype
+from lapa2_interp.models.facts import Model, facts_of
 from lapa2_interp.models.load import accepts_model_name
 from lapa2_interp.prefixes.soft_prefix import SoftPrefix, find_prefix
 from lapa2_interp.stats import FEW, bounds
@@ -172,7 +172,7 @@ def prompt_slope(
     for prompt in requested:
         rows = torch.tensor(texts_by_prompt[prompt], device=model.cfg.device)
         with recorded_gradients():
-            b = torch.zeros((), dtype=weights_dtype(model), device=rows.device, requires_grad=True)
+            b = torch.zeros((), dtype=facts_of(model).dtype, device=rows.device, requires_grad=True)
             forwards = _BranchForwards(model, prompt, rows, soft, b, chosen_heads)
             logits = torch.stack([forwards.steered(decoder, branches[name]) for name in names])
             control = measure(Predictions(logits, rows, None, ordered_words)).mean()

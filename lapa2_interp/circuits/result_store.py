@@ -18,7 +18,7 @@ from lapa2_interp._util.files import acquire_lock, write_text
 from lapa2_interp._util.parsing import parse_object
 from lapa2_interp._util.same_inputs import check_same_inputs
 from lapa2_interp.circuits.contrast_set import ContrastSet
-from lapa2_interp.models.card import Model, weights_dtype
+from lapa2_interp.models.facts import Model, facts_of
 
 CONTROL = ""
 """Key, and name, of the control itself in a file of units: nothing is knocked out."""
@@ -165,7 +165,7 @@ class ResultStore:
 def _rounding_share(model: Model) -> float:
     """The share of the control by which rounding may move an effect. Norms are in float32 at
     most."""
-    eps = max(torch.finfo(dtype).eps for dtype in (weights_dtype(model), torch.float32))
+    eps = max(torch.finfo(dtype).eps for dtype in (facts_of(model).dtype, torch.float32))
     return float(eps**0.5)
 
 

@@ -63,7 +63,8 @@ from lapa2_interp.circuits.pro_aug import PromptSlope, prompt_slope
 from lapa2_interp.circuits.statistics import share_interval, split_half
 from lapa2_interp.circuits.units import Unit, all_heads, make_units
 from lapa2_interp.methods.base import Method
-from lapa2_interp.models.card import Model, model_card
+from lapa2_interp.models.card import identify
+from lapa2_interp.models.facts import Model
 from lapa2_interp.models.load import accepts_model_name
 from lapa2_interp.stats import FEW, bounds
 from lapa2_interp.tasks.task import Prompts, Task
@@ -185,7 +186,7 @@ class Selection(BaseModel):
         Raises:
             CircuitError: Other weights, or other prefixes.
         """
-        card = model_card(model)
+        card = identify(model)
         if card.weights != self.weights:
             raise CircuitError(
                 f"the selection belongs to {self.model} with {self.weights}; found {card.name} with"
@@ -311,7 +312,7 @@ def select(
         tokens = None
     stability = split_half(scores)
     measured = (heads and score in ("cut", "slope")) or positions == "auto" or pro_aug is not None
-    card = model_card(model)
+    card = identify(model)
     chosen_heads = tuple(every[i] for i in chosen)
     return Selection(
         model=card.name,

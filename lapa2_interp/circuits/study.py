@@ -48,7 +48,8 @@ from lapa2_interp.circuits.placebo import check_placebo, maps_of, measure_placeb
 from lapa2_interp.circuits.prefix_attention import prefix_attention_by_head
 from lapa2_interp.circuits.study_results import EDGES, SIZES, CircuitStudy, make_circuit_graph
 from lapa2_interp.circuits.units import Unit, make_units
-from lapa2_interp.models.card import Model, model_card, plain_network
+from lapa2_interp.models.card import identify
+from lapa2_interp.models.facts import Model, facts_of
 from lapa2_interp.models.load import accepts_model_name
 from lapa2_interp.stats import FEW
 from lapa2_interp.tasks.prompts import as_prompts
@@ -105,7 +106,7 @@ def run_study(
     folder = Path(folder)
     # The texts.
     settings: dict[str, Any] = {
-        "model": model_card(model).model_dump(mode="json"),
+        "model": identify(model).model_dump(mode="json"),
         "task": task if isinstance(task, str) else task.name,
         "attribute": attribute,
         "prefixes": prefixes,
@@ -192,7 +193,7 @@ def run_study(
             prefilter_recall(slopes, heads, n=max(1, min(best, len(heads.units) // 2))),
         )
     written = None
-    if contrast_set.words and plain_network(model) is None:
+    if contrast_set.words and facts_of(model).backend != "plain":
         report("reading what heads write")
         written = head_logit_attribution(model, contrast_set)
         write_text(folder / "writes.csv", as_csv(written.frame()))

@@ -16,7 +16,7 @@ from lapa2_interp._util.errors import CircuitError, unknown_choice
 from lapa2_interp.bias.places import head_pairs
 from lapa2_interp.circuits.contrast_set import ContrastSet
 from lapa2_interp.circuits.edits import Heads
-from lapa2_interp.models.card import Model, kv_heads
+from lapa2_interp.models.facts import Model, facts_of
 from lapa2_interp.models.load import accepts_model_name
 
 Location = tuple[int, Any]
@@ -78,7 +78,7 @@ def make_units(
         CircuitError: Unknown kind, or heads the model does not have.
     """
     n_layers, n_heads = model.cfg.n_layers, model.cfg.n_heads
-    group = n_heads // kv_heads(model)
+    group = n_heads // facts_of(model).n_kv_heads
     layers, heads = range(n_layers), range(n_heads)
     every = all_heads(model)
     if isinstance(over, Mapping):

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
     from lapa2_interp.generation.plan import BatchPlan
-    from lapa2_interp.models.card import Model
+    from lapa2_interp.models.facts import Model
     from lapa2_interp.runs.attention import Attention
 
 

@@ -15,7 +15,7 @@ from lapa2_interp.cli.options import AugmentationOptions
 
 if TYPE_CHECKING:
     from lapa2_interp.bias.augmentation import Augmentation
-    from lapa2_interp.models.card import Model
+    from lapa2_interp.models.facts import Model
 
 SYSTEM = "You are a sailor. Speak of the sea in every sentence."
 """The system message of a chat that is given none."""

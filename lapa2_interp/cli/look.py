@@ -116,7 +116,7 @@ def layout(
     from lapa2_interp.bias.layer_types import FULL_ATTENTION, describe_layers, distinct_types
     from lapa2_interp.bias.layout import Layout
     from lapa2_interp.bias.layout_table import BLOCKED, explain_layout
-    from lapa2_interp.models.card import config_layer_types
+    from lapa2_interp.models.configuration import config_layer_types
     from lapa2_interp.models.load import load_tokenizer
     from lapa2_interp.models.sizes import load_config
 

@@ -19,7 +19,7 @@ from lapa2_interp.models.machine import Attn, DtypeOrAuto, ModelClass
 if TYPE_CHECKING:
     from lapa2_interp.bias.augmentation import Augmentation
     from lapa2_interp.circuits.selection import Selection
-    from lapa2_interp.models.card import Model
+    from lapa2_interp.models.facts import Model
 
 Several = Parameter(consume_multiple=True)
 Unshown = Parameter(show_default=False)

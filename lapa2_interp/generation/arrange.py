@@ -20,7 +20,8 @@ from lapa2_interp.bias.layer_types import LayerType, distinct_types
 from lapa2_interp.bias.layout import Layout
 from lapa2_interp.generation.cell import Cell
 from lapa2_interp.methods.base import Branch, Prepared
-from lapa2_interp.models.card import ModelCard, check_rotary_side
+from lapa2_interp.models.card import ModelCard
+from lapa2_interp.models.facts import check_rotary_side
 from lapa2_interp.models.sizes import ModelSize
 from lapa2_interp.tasks.task import ChatForm
 

@@ -28,7 +28,7 @@ from lapa2_interp.attention.trace import concat_traces, join_traces
 from lapa2_interp.bias.layout import Layout
 from lapa2_interp.generation.plan import BatchPlan, DecodedBatch, DecodeLoop, rows_in_memory
 from lapa2_interp.methods.freectrl import ControlCentre, FreeCtrl, TextMonitor
-from lapa2_interp.models.card import Model, is_bridge
+from lapa2_interp.models.facts import Model, facts_of
 from lapa2_interp.prefixes.soft_prefix import SoftPrefix
 
 
@@ -85,7 +85,7 @@ def decode_freectrl(
     method = plan.method
     assert isinstance(method, FreeCtrl)
     tables, traces, order = [], [], list[int]()
-    at_once = len(pairs) if is_bridge(model) else _hooked_rows(model, plan)
+    at_once = len(pairs) if facts_of(model).backend != "hooked" else _hooked_rows(model, plan)
     for first in range(0, len(pairs), at_once):
         waiting = list(range(first, min(first + at_once, len(pairs))))
         for trial in range(method.trials):

@@ -39,7 +39,7 @@ from lapa2_interp.attention.hooked import augmented
 from lapa2_interp.bias.augmentation import Augmentation
 from lapa2_interp.bias.layout import Layout
 from lapa2_interp.bias.recipes import resolve_recipes
-from lapa2_interp.models.card import model_card
+from lapa2_interp.models.card import identify
 from lapa2_interp.models.load import load_model
 
 SETTINGS: dict[str, Any] = {
@@ -116,7 +116,7 @@ class SteeredChatAPI(ModelAPI):
             rule = Augmentation(alpha=0.5 if alpha is None else alpha)
         self.rule, self.span = resolve_recipes(rule), span
         self.model = load_model(model_name, dtype, device, "TransformersModel")
-        self.ends = model_card(self.model).end_ids
+        self.ends = identify(self.model).end_ids
         self.worker = ThreadPoolExecutor(1, "lapa2")
 
     def max_tokens(self) -> int | None:

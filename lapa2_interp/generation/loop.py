@@ -44,7 +44,8 @@ from lapa2_interp.generation.turns import decode_turns
 from lapa2_interp.methods.base import BatchStart, LogProbs, Method
 from lapa2_interp.methods.freectrl import FreeCtrl
 from lapa2_interp.models.attention_interface import decided_path
-from lapa2_interp.models.card import Model, layer_types, model_card, prepacked_model
+from lapa2_interp.models.card import identify, prepacked_model
+from lapa2_interp.models.facts import Model, facts_of
 from lapa2_interp.models.load import accepts_model_name
 
 
@@ -108,7 +109,7 @@ def _decode(
     ending, kind, recorder = Ending.at(batch.steps), plan.cell.trace, None
     if kind != "none":
         size = model.cfg.n_layers, model.cfg.n_heads
-        recorder = Recorder(*size, kind, plan.cell.patterns, layer_types(model))
+        recorder = Recorder(*size, kind, plan.cell.patterns, facts_of(model).layer_types)
     if rows is None:
         rows = new_rows(model, plan.rules)
     if reminder := batch.prepared[0].reminder:
@@ -132,7 +133,7 @@ def _decode_steps(
     bar: tqdm,
 ) -> Iterator[Int[Tensor, " sample"]]:
     """Decode one batch step by step; yields the tokens of each step and marks how samples end."""
-    ends = torch.tensor(model_card(model).end_ids, dtype=torch.long)
+    ends = torch.tensor(identify(model).end_ids, dtype=torch.long)
     n_steps, reminder = max(batch.steps), batch.prepared[0].reminder
     prompt_rules = [
         augmentation
@@ -229,7 +230,7 @@ def check_numbers(
         ModelError: A logit is NaN.
     """
     if logits.isnan().any():
-        card, method = model_card(model), plan.method
+        card, method = identify(model), plan.method
         problem = f"the logits of {card.name} are not numbers (NaN) at step {step}"
         # `load_model` has refused weights that give no numbers by themselves.
         if method.changes_network and method.when_empty != Method.when_empty:

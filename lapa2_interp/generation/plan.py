@@ -26,13 +26,8 @@ from lapa2_interp.generation.arrange import Arrangement, arrange, chat_stream
 from lapa2_interp.generation.cell import Cell
 from lapa2_interp.generation.sampling import uniforms
 from lapa2_interp.methods.base import Method, MethodContext, Prepared, SoftPrefixKey
-from lapa2_interp.models.card import (
-    Model,
-    kv_heads,
-    model_card,
-    smallest_window,
-    weights_dtype,
-)
+from lapa2_interp.models.card import identify
+from lapa2_interp.models.facts import Model, facts_of
 from lapa2_interp.models.load import accepts_model_name
 from lapa2_interp.prefixes.soft_prefix import SoftPrefix, SoftPrefixName, find_prefix
 
@@ -242,7 +237,7 @@ def plan_batches(model: Model, cell: Cell, context: MethodContext | None = None)
         LayoutError, AugmentationError: As `arrange`.
         PrefixError: A soft prefix the method names is not there, or belongs to another model.
     """
-    card, method = model_card(model), cell.decoding_method
+    card, method = identify(model), cell.decoding_method
     # The model must be the cell's.
     for name, model_fact in (
         ("model", card.name),
@@ -303,7 +298,7 @@ def plan_batches(model: Model, cell: Cell, context: MethodContext | None = None)
             arrangement.steps,
             model.cfg.n_ctx,
             card.short_ctx,
-            alike=bool(slots) and smallest_window(model) is not None,
+            alike=bool(slots) and facts_of(model).window is not None,
         ),
     )
 
@@ -334,9 +329,9 @@ def _default_rows(model: Model, method: Method, arrangement: Arrangement) -> int
 
 def rows_in_memory(model: Model, keys: int, positions: int) -> int:
     """Rows whose cached keys, and logits at some positions, take CACHE_BYTES; at least one."""
-    width = kv_heads(model) * model.cfg.d_head
-    row_bytes = 2 * model.cfg.n_layers * width * weights_dtype(model).itemsize * keys
-    row_bytes += positions * model.cfg.d_vocab * weights_dtype(model).itemsize
+    width = facts_of(model).n_kv_heads * model.cfg.d_head
+    row_bytes = 2 * model.cfg.n_layers * width * facts_of(model).dtype.itemsize * keys
+    row_bytes += positions * model.cfg.d_vocab * facts_of(model).dtype.itemsize
     return max(1, CACHE_BYTES // row_bytes)
 
 

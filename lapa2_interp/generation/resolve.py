@@ -54,7 +54,8 @@ from lapa2_interp.methods.registry import (
     load_task,
     method_name,
 )
-from lapa2_interp.models.card import Model, model_card
+from lapa2_interp.models.card import identify
+from lapa2_interp.models.facts import Model
 from lapa2_interp.models.load import expand_name, start_of_named
 from lapa2_interp.models.machine import resolve_dtype
 from lapa2_interp.prefixes.soft_prefix import read_card, set_folder
@@ -185,7 +186,7 @@ def resolve(
             "start": start_of_named(expand_name(model), settings.start),
         }
     else:
-        card = model_card(model)
+        card = identify(model)
         facts = {
             "model": card.name,
             "dtype": card.dtype,

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from lapa2_interp.bias.augmentation import Augmentation
     from lapa2_interp.methods.base import Method
-    from lapa2_interp.models.card import Model
+    from lapa2_interp.models.facts import Model
     from lapa2_interp.tasks.task import Task
 
     TorchDtype = torch.dtype

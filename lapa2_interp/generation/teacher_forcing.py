@@ -34,13 +34,8 @@ from lapa2_interp.bias.layout import Layout, left_pad
 from lapa2_interp.bias.places import head_pairs
 from lapa2_interp.bias.recipes import resolve_recipes
 from lapa2_interp.models.attention_interface import decided_path
-from lapa2_interp.models.card import (
-    Model,
-    check_rotary_side,
-    layer_types,
-    model_short_context,
-    prepacked_model,
-)
+from lapa2_interp.models.card import prepacked_model
+from lapa2_interp.models.facts import Model, check_rotary_side, facts_of
 from lapa2_interp.models.load import accepts_model_name
 from lapa2_interp.models.span_attention import SCORES_AT_ONCE
 from lapa2_interp.prefixes.soft_prefix import SoftPrefix
@@ -138,7 +133,7 @@ def teacher_forced(
     # Every text must fit the context.
     for number, (row_layout, row) in enumerate(zip(row_layouts, rows, strict=True)):
         check_text_fits(model, row_layout, row, number)
-    short = model_short_context(model)
+    short = facts_of(model).short_context
     # Read batch by batch, and join the traces.
     parts = []
     for chosen in _split_texts(row_layouts, rows, model.cfg.n_ctx, short):
@@ -171,7 +166,7 @@ def check_text_fits(model: Model, layout: Layout, tokens: Sequence[int], number:
         )
     first = 0 if layout.soft else len(layout.ids)
     last = layout.n_live + len(tokens) - 1
-    check_rotary_side(model_short_context(model), first, last, f"text {number}")
+    check_rotary_side(facts_of(model).short_context, first, last, f"text {number}")
 
 
 def _split_texts(
@@ -231,7 +226,9 @@ def _read(
     # Rows that end earlier are filled up with their last token, which no earlier query can see.
     even = [row[:-1] + row[-1:] * (max(steps) - len(row)) for row in batch.rows]
     tokens = torch.tensor(even, device=model.cfg.device, dtype=torch.long)
-    recorder = Recorder(model.cfg.n_layers, model.cfg.n_heads, trace, patterns, layer_types(model))
+    recorder = Recorder(
+        model.cfg.n_layers, model.cfg.n_heads, trace, patterns, facts_of(model).layer_types
+    )
     recorder.begin(padded)
     cached_rows = new_rows(model, active)
     with (

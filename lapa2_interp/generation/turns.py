@@ -44,7 +44,7 @@ from lapa2_interp.bias.layout import Layout
 from lapa2_interp.bias.tokens import decode_tokens, tokens_from
 from lapa2_interp.generation.arrange import chat_layout, pieces_of_chat
 from lapa2_interp.generation.plan import BatchPlan, DecodedBatch, DecodeLoop
-from lapa2_interp.models.card import Model
+from lapa2_interp.models.facts import Model
 from lapa2_interp.prefixes.soft_prefix import SoftPrefix
 from lapa2_interp.tasks.task import ChatForm
 

@@ -34,7 +34,8 @@ from lapa2_interp._util.errors import DeadHookError, ModelError, parameter
 from lapa2_interp.bias.layer_types import LayerType, describe_runs
 from lapa2_interp.models.blocks import ATTENTION_NAME, OUTSIDE_ERROR, PassState, open_block
 from lapa2_interp.models.cache_name import cache_of
-from lapa2_interp.models.card import Model, TransformersModel, decoder_size, layer_types
+from lapa2_interp.models.configuration import decoder_size
+from lapa2_interp.models.facts import Model, TransformersModel, facts_of
 from lapa2_interp.models.machine import Attn, machine_memory
 from lapa2_interp.models.offloaded import device_of
 from lapa2_interp.models.span_attention import SpanScores
@@ -273,7 +274,11 @@ def _describe_pass(
         path = path_of_pass(attn, n_queries, n_keys, device_of(network).type)
     fused = path == FUSED
     return _Pass(
-        blocks, path, n_keys, mask if fused else None, layer_types(network) if fused else ()
+        blocks,
+        path,
+        n_keys,
+        mask if fused else None,
+        facts_of(network).layer_types if fused else (),
     )
 
 

@@ -21,11 +21,7 @@ import torch
 
 from lapa2_interp._util.errors import DeadHookError, ModelError
 from lapa2_interp.models.cache_name import cache_of
-from lapa2_interp.models.card import (
-    Model,
-    is_bridge,
-    network_of,
-)
+from lapa2_interp.models.facts import Model, facts_of
 
 ATTENTION_NAME = "lapa2"
 """Name of our attention function in transformers, and of the argument that carries its hooks."""
@@ -194,7 +190,7 @@ def open_block(
 
 def has_open_block(model: Model) -> bool:
     """True inside a block on the model, in any thread."""
-    return network_of(model) in _open
+    return facts_of(model).network in _open
 
 
 def check_no_open_block(model: Model) -> None:
@@ -284,14 +280,18 @@ def attach_hooks(
         DeadHookError: There is no such hook point, or a pass has not called one.
         ModelError: As `open_block`.
     """
-    state, network, points = PassState(), network_of(model), model.hook_dict
+    state, network, points = PassState(), facts_of(model).network, model.hook_dict
     # A HookedTransformer's `generate` calls its forward(), beside the hooks of the module itself.
-    ends = {} if is_bridge(model) else {"starts": (model, model.embed), "end": model.unembed}
+    ends = (
+        {}
+        if facts_of(model).backend != "hooked"
+        else {"starts": (model, model.embed), "end": model.unembed}
+    )
 
     def guard(name: str, function: Callable, counts: bool) -> Callable:
         def call(tensor: torch.Tensor, hook: Any) -> Any:
             _check_thread(network)
-            if not state.running and is_bridge(model):
+            if not state.running and facts_of(model).backend != "hooked":
                 raise DeadHookError(OUTSIDE_ERROR)
             edited = function(tensor, hook)
             if counts:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lapa2_interp.models.card import Model
+    from lapa2_interp.models.facts import Model
 
 
 def make_softmax_exact(model: Model) -> None:

@@ -10,7 +10,8 @@ from unittest import mock
 
 from lapa2_interp._util.errors import ModelError
 from lapa2_interp.models.cache_name import let_bridges_read
-from lapa2_interp.models.card import Model, check_not_quantised, short_context
+from lapa2_interp.models.configuration import short_context
+from lapa2_interp.models.facts import Model, check_not_quantised
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

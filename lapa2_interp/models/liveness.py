@@ -29,16 +29,8 @@ from lapa2_interp._util.errors import DeadHookError, ModelError, parameter
 from lapa2_interp.models.attention_interface import AttentionHooks, hook_attention
 from lapa2_interp.models.blocks import OUTSIDE_ERROR
 from lapa2_interp.models.cache_name import cache_name
-from lapa2_interp.models.card import (
-    Model,
-    attention_layers,
-    check_has_tokenizer,
-    is_bridge,
-    is_hybrid,
-    network_of,
-    plain_network,
-    weights_dtype,
-)
+from lapa2_interp.models.configuration import is_hybrid
+from lapa2_interp.models.facts import Model, check_has_tokenizer, facts_of
 from lapa2_interp.models.hook_names import HOOK_PATTERN, HOOK_SCORES
 from lapa2_interp.models.positions import rows_problem, tolerance
 
@@ -94,7 +86,7 @@ def probe(model: Model) -> Liveness:
     """
     check_has_tokenizer(model)
     probe = _probe_attention(model)
-    if probe.alive and is_bridge(model):
+    if probe.alive and facts_of(model).backend != "hooked":
         problem = rows_problem(model)
         problem = _cache_problem(model) if problem is None else problem
         return Liveness(probe.logit_shift, problem)
@@ -103,7 +95,7 @@ def probe(model: Model) -> Liveness:
 
 def _probe_attention(model: Model) -> Liveness:
     """The liveness of a model's attention."""
-    layers = attention_layers(model)
+    layers = facts_of(model).attention_layers
     if not layers:
         return Liveness(0.0, "none of its layers has attention")
     ids = _probe_ids(model)
@@ -127,7 +119,8 @@ def _probe_attention(model: Model) -> Liveness:
             f" or numbers exceed its dtype; load sound weights, or another {parameter('dtype')}"
         )
     # A pass with an edit, through the attention interface of a plain transformers model.
-    if (network := plain_network(model)) is not None:
+    if facts_of(model).backend == "plain":
+        network = facts_of(model).network
         try:
             with hook_attention(network, AttentionHooks(edit, read), lambda _: 0):
                 edited = model(ids).float()
@@ -135,7 +128,7 @@ def _probe_attention(model: Model) -> Liveness:
                 again = model(ids).float()
         except DeadHookError as error:
             return Liveness(0.0, DROPPED if str(error) == OUTSIDE_ERROR else str(error))
-        if not torch.allclose(again, plain, atol=LOGIT_TOLERANCE[weights_dtype(model)], rtol=0):
+        if not torch.allclose(again, plain, atol=LOGIT_TOLERANCE[facts_of(model).dtype], rtol=0):
             return Liveness(
                 0.0,
                 "its attention is not that of transformers' eager function: logits differ by"
@@ -164,7 +157,7 @@ def _probe_ids(model: Model) -> Tensor:
 
 def _cache_problem(model: Model) -> str | None:
     """What is wrong with passes of a bridge or `TransformersModel` after a cached text."""
-    network: Any = network_of(model)
+    network: Any = facts_of(model).network
     ids = _probe_ids(model)
     cache = DynamicCache(config=network.config.get_text_config())
     positions, logits = torch.arange(ids.shape[1], device=ids.device)[None], []
@@ -239,7 +232,7 @@ def assert_live(model: Model, name: str) -> Liveness:
     hooks = probe(model)
     if not hooks.alive:
         alternative = ""
-        if is_bridge(model) and plain_network(model) is None:
+        if facts_of(model).backend != "hooked" and facts_of(model).backend != "plain":
             takes = model.original_model._can_set_attn_implementation()
             alternative = (
                 f", or {parameter('model_class', 'TransformersModel')}, which needs no hooks"

@@ -5,7 +5,7 @@ whose circuit is known.
 
 `load_model` returns a TransformerLens model that was checked live (an edit of the attention scores
 moves the logits). Its tokenizer knows what plain text starts with (`bias.text_start`), and
-`model_card` is its record.
+`identify` is its record.
 """
 
 from __future__ import annotations
@@ -33,18 +33,10 @@ from lapa2_interp.bias.text_start import (
 from lapa2_interp.bias.tokens import without_dropout
 from lapa2_interp.models.blocks import check_no_open_block
 from lapa2_interp.models.cache_name import let_bridges_read
-from lapa2_interp.models.card import (
-    Model,
-    TransformersModel,
-    attach_card,
-    check_decoder_depth,
-    check_has_tokenizer,
-    context_length,
-    make_card,
-    model_card,
-    network_of,
-)
+from lapa2_interp.models.card import attach_card, identify, make_card
+from lapa2_interp.models.configuration import check_decoder_depth, context_length
 from lapa2_interp.models.exact_softmax import make_softmax_exact
+from lapa2_interp.models.facts import Model, TransformersModel, check_has_tokenizer, facts_of
 from lapa2_interp.models.fingerprint import weights_read_once
 from lapa2_interp.models.lens_classes import make_bridge, make_hooked_transformer
 from lapa2_interp.models.liveness import assert_live
@@ -204,7 +196,7 @@ def load_model(
     _follow_start(model)
     assert_live(model, name)
     _check_same_log_probs(log_probs, wanted, name, model_class, dtype)
-    prepacking = choose_prepacking(network_of(model), pack, workers)
+    prepacking = choose_prepacking(facts_of(model).network, pack, workers)
     card = make_card(model, name, weights, architecture, network.generation_config, prepacking)
     attach_card(model, card)
     return model
@@ -224,9 +216,9 @@ def resolve_model(model: Model | str | Path) -> Model:
     check_has_tokenizer(model)
     settle_start(model, model_type=_model_type(model))
     if getattr(model, "lapa2_card", None) is None:
-        let_bridges_read(network_of(model))
+        let_bridges_read(facts_of(model).network)
         assert_live(model, model.cfg.model_name)
-        model_card(model)
+        identify(model)
     return model
 
 
@@ -237,7 +229,7 @@ def _follow_start(model: Model) -> None:
 
 
 def _model_type(model: Model) -> str:
-    return getattr(getattr(network_of(model), "config", None), "model_type", "")
+    return getattr(getattr(facts_of(model).network, "config", None), "model_type", "")
 
 
 def _model_alone(named: Any) -> Model:

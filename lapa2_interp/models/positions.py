@@ -9,7 +9,7 @@ them raises an error: their rows depend on the rows beside them.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from inspect import Parameter, signature
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -21,14 +21,8 @@ from torch import Tensor
 from lapa2_interp._util.errors import DeadHookError
 from lapa2_interp.models.attention_interface import AttentionHooks, hook_attention
 from lapa2_interp.models.cache_name import cache_name
-from lapa2_interp.models.card import (
-    Model,
-    context_length,
-    network_of,
-    plain_network,
-    rotary_limit,
-    weights_dtype,
-)
+from lapa2_interp.models.configuration import context_length, rotary_limit
+from lapa2_interp.models.facts import Model, facts_of
 from lapa2_interp.models.offloaded import device_of
 
 LOG_PROB_TOLERANCE = {"float64": 1e-3, "float32": 1e-3, "bfloat16": 0.2, "float16": 0.05}
@@ -46,7 +40,7 @@ def rows_problem(model: Model) -> str | None:
     Args:
         model: A TransformerBridge, a TransformersModel or a bare transformers model.
     """
-    network = network_of(model)
+    network = facts_of(model).network
     if network not in _problems:
         _problems[network] = _try_rows(model)
     return _problems[network]
@@ -54,7 +48,7 @@ def rows_problem(model: Model) -> str | None:
 
 @torch.no_grad()
 def _try_rows(model: Model) -> str | None:
-    network = network_of(model)
+    network = facts_of(model).network
     lengths = [min(length, _longest(network)) for length in LENGTHS]
     ids = _sample_ids(network, lengths[0])
     with _eval_mode(network):
@@ -66,11 +60,12 @@ def _try_rows(model: Model) -> str | None:
         slot = torch.arange(lengths[0], device=ids.device)
         first = torch.tensor([[0], [pad]], device=ids.device)
         settings: dict[str, Any] = {"attention_mask": (slot >= first).long()}
-        if plain_network(model) is None or _swallows_positions(network):
+        if facts_of(model).backend != "plain" or _swallows_positions(network):
             settings["position_ids"] = (slot - first).clamp(min=0)
         # In float64 the eager function of many families makes NaN of padding, and ours does not.
-        plain = plain_network(model)
-        ours = hook_attention(plain, AttentionHooks(), lambda _: 0) if plain else nullcontext()
+        ours: AbstractContextManager[None] = nullcontext()
+        if facts_of(model).backend == "plain":
+            ours = hook_attention(network, AttentionHooks(), lambda _: 0)
         try:
             with ours:
                 together = _log_probs(model, rows, **settings)
@@ -118,7 +113,7 @@ def _position_problem(
 
 def tolerance(network: Any) -> float:
     """Largest mean difference of a network's log-probabilities, computed in another order."""
-    return LOG_PROB_TOLERANCE[str(weights_dtype(network)).removeprefix("torch.")]
+    return LOG_PROB_TOLERANCE[str(facts_of(network).dtype).removeprefix("torch.")]
 
 
 def _difference(logits: Tensor, wanted: Tensor) -> float:
@@ -127,8 +122,8 @@ def _difference(logits: Tensor, wanted: Tensor) -> float:
 
 
 def _log_probs(model: Model, ids: Tensor, **settings: Any) -> Float[Tensor, "row query vocab"]:
-    network = network_of(model)
-    if plain_network(model) is not None and cache_name(network) in _parameters(network):
+    network = facts_of(model).network
+    if facts_of(model).backend == "plain" and cache_name(network) in _parameters(network):
         settings["use_cache"] = False
     output = model(ids, **settings)
     return getattr(output, "logits", output).float().log_softmax(-1)

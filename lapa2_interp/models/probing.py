@@ -17,7 +17,8 @@ from lapa2_interp.bias.text_start import (
     text_start,
     usual_start,
 )
-from lapa2_interp.models.card import ModelCard, TransformersModel, attention_layers, model_card
+from lapa2_interp.models.card import ModelCard, identify
+from lapa2_interp.models.facts import TransformersModel, facts_of
 from lapa2_interp.models.liveness import Liveness, assert_live, probe
 from lapa2_interp.models.load import load_model, load_transformers
 
@@ -73,7 +74,7 @@ def probe_model(
         DeadHookError: Its attention ignores edits of the scores.
     """
     loaded = load_model(name, dtype, device, model_class, trust_remote_code, attn=attn, start=start)
-    card = model_card(loaded)
+    card = identify(loaded)
     plain, tokenizer, _ = load_transformers(name, dtype, trust_remote_code)
     first = text_start(loaded).token
     text = tokenizer(PROBE_TEXT, add_special_tokens=False).input_ids
@@ -84,7 +85,7 @@ def probe_model(
         theirs = plain.to(card.device)(ids.to(card.device)).logits.float().cpu()
     difference = float((ours - theirs).abs().max())
     bare = probe(TransformersModel(plain, tokenizer, name))
-    live, layers = assert_live(loaded, name), attention_layers(loaded)
+    live, layers = assert_live(loaded, name), facts_of(loaded).attention_layers
     losses = measure_starts(plain, tokenizer, loaded.cfg.n_ctx)
     return ProbeResult(card, live, bare, layers, difference, ids.shape[1], losses)
 

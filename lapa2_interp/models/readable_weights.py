@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from lapa2_interp._util.errors import ModelError
-from lapa2_interp.models.card import Model, check_not_quantised, network_of
+from lapa2_interp.models.facts import Model, check_not_quantised, facts_of
 
 
 def check_weights_readable(model: Model, what: str, part: nn.Module | None = None) -> None:
@@ -19,7 +19,7 @@ def check_weights_readable(model: Model, what: str, part: nn.Module | None = Non
         ModelError: They are quantised, or some are offloaded.
     """
     check_not_quantised(model, what)
-    network = network_of(model)
+    network = facts_of(model).network
     if any(weight.is_meta for weight in (part or network).parameters()):
         raise ModelError(
             f"{what} the weights themselves, and those of this {type(network).__name__} are"

@@ -1,7 +1,7 @@
 """A check that forward passes do not mix rotary factors.
 
 Some models choose their rotary factors by the largest position of a pass
-(`models.card.rotary_limit`), for all its rows together. Keys in a cache are stale once the choice
+(`configuration.rotary_limit`), for all its rows together. Keys in a cache are stale once the choice
 changes. So every pass is checked before it runs, at the network, and at its base model for callers
 of that alone.
 """
@@ -17,7 +17,7 @@ from torch import Tensor
 from lapa2_interp._util.errors import LayoutError
 from lapa2_interp.models.blocks import arguments_by_name
 from lapa2_interp.models.cache_name import cache_of
-from lapa2_interp.models.card import rotary_limit
+from lapa2_interp.models.configuration import rotary_limit
 
 LONG_ATTRIBUTE = "lapa2_long"
 """Attribute of a cache: True if its keys were computed with the factors of long texts."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from lapa2_interp._util.errors import ModelError
 from lapa2_interp.bias.layer_types import LayerType
-from lapa2_interp.models.card import (
+from lapa2_interp.models.configuration import (
     config_layer_types,
     context_length,
     kv_shapes,

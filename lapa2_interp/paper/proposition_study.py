@@ -38,7 +38,8 @@ from lapa2_interp.generation.plan import BatchPlan
 from lapa2_interp.generation.resolve import cell_of
 from lapa2_interp.generation.teacher_forcing import teacher_forced
 from lapa2_interp.methods.registry import load_task
-from lapa2_interp.models.card import Model, model_card, model_short_context
+from lapa2_interp.models.card import identify
+from lapa2_interp.models.facts import Model, facts_of
 from lapa2_interp.models.load import load_model
 from lapa2_interp.models.machine import DtypeOrAuto, print_if_slow, resolve_dtype
 from lapa2_interp.paper import proposition_plots
@@ -177,7 +178,7 @@ def run_proposition_study(
     out, text = Path(out), None if text is None else Path(text)
     with result_folder(out, force, finished=_is_finished_study) as folder:
         loaded = load_model(model, dtype=dtype, device=device)
-        name = model_card(loaded).name
+        name = identify(loaded).name
         tables: dict[str, pd.DataFrame] = {}
         traces: dict[str, xr.Dataset] = {}
         verdicts: list[pd.DataFrame] = []
@@ -379,7 +380,7 @@ def _cut_long_texts(
     except (OSError, ValueError) as error:
         raise DataError(f"cannot read {file} as text: {error}") from error
     branch = Layout.of(model.tokenizer, load_task("sentiment").attributes["positive"].prefix, "The")
-    room = (model_short_context(model) or model.cfg.n_ctx) - len(branch) + 1
+    room = (facts_of(model).short_context or model.cfg.n_ctx) - len(branch) + 1
     length = length or room
     if length > room:
         raise DataError(

@@ -31,7 +31,8 @@ from lapa2_interp._util.parsing import parse_json, read_text
 from lapa2_interp._util.paths import kind_of
 from lapa2_interp._util.unpacking import check_archive
 from lapa2_interp._util.values import numbers_checked
-from lapa2_interp.models.card import Model, ModelCard, model_card
+from lapa2_interp.models.card import ModelCard, identify
+from lapa2_interp.models.facts import Model
 from lapa2_interp.models.load import expand_name, load_model
 from lapa2_interp.models.smollm2 import SMOLLM2, smollm2_folder
 from lapa2_interp.models.weights import ADAPTER, folder_hash
@@ -139,7 +140,7 @@ def import_prefix(
         shifted, origin = False, f"Air-Decoding checkpoint, prefix {chosen}"
     n_layers, n_kv_heads, n_slots, d_head = keys.shape
     shape = PrefixShape(n_layers=n_layers, n_kv_heads=n_kv_heads, n_slots=n_slots, d_head=d_head)
-    card = model_card(model)
+    card = identify(model)
     if shape != kv_shape(model, n_slots):
         raise PrefixError(
             f"the prefix in {source} has {shape}; {card.name} needs {kv_shape(model, n_slots)};"

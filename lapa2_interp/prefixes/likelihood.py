@@ -19,7 +19,7 @@ from transformers.cache_utils import DynamicCache
 from lapa2_interp._util.errors import LayoutError, ModelError
 from lapa2_interp.models.blocks import check_cache_grew, check_no_checkpointing
 from lapa2_interp.models.cache_name import cache_name
-from lapa2_interp.models.card import short_context
+from lapa2_interp.models.configuration import short_context
 from lapa2_interp.models.lone_pass import lone_pass
 
 CHUNK = 256

@@ -27,14 +27,9 @@ from lapa2_interp._util.errors import PrefixError, parameter, validation_message
 from lapa2_interp._util.files import atomic_write, result_folder, sha256_of, write_json
 from lapa2_interp._util.parsing import parse_object, read_text
 from lapa2_interp.bias.text_start import AUTO_START, USUAL_START, start_setting
-from lapa2_interp.models.card import (
-    Model,
-    is_hybrid,
-    kv_heads,
-    kv_shapes,
-    model_card,
-    network_of,
-)
+from lapa2_interp.models.card import identify
+from lapa2_interp.models.configuration import is_hybrid, kv_shapes
+from lapa2_interp.models.facts import Model, facts_of
 from lapa2_interp.models.weights import ADAPTER
 from lapa2_interp.stats import Interval
 
@@ -186,7 +181,7 @@ class PrefixCard(BaseModel):
     """mle, contrastive, or a custom name."""
     model: str
     weights: str
-    """The model's weights, as on its own card (`model_card(model).weights`)."""
+    """The model's weights, as on its own card (`identify(model).weights`)."""
     shape: PrefixShape
     shifted: bool
     """True if the text's positions start after the slots."""
@@ -294,7 +289,7 @@ class SoftPrefix:
         Raises:
             PrefixError: The model has another shape or other weights.
         """
-        shape, card = kv_shape(model, len(self)), model_card(model)
+        shape, card = kv_shape(model, len(self)), identify(model)
         if shape != self.card.shape:
             raise PrefixError(
                 f"the soft prefix {self.card.attribute!r} was made for {self.card.model}"
@@ -322,10 +317,10 @@ def kv_shape(model: Model, n_slots: int) -> PrefixShape:
         PrefixError: Its layers differ in the shape of keys and values, or some have none, or a
             recurrent state.
     """
-    network: Any = network_of(model)
+    network: Any = facts_of(model).network
     if hasattr(network, "config"):
         return kv_shape_of(network.config.get_text_config(), n_slots)
-    cfg, n_kv_heads = model.cfg, kv_heads(model)  # a HookedTransformer
+    cfg, n_kv_heads = model.cfg, facts_of(model).n_kv_heads  # a HookedTransformer
     return PrefixShape(
         n_layers=cfg.n_layers, n_kv_heads=n_kv_heads, n_slots=n_slots, d_head=cfg.d_head
     )
@@ -442,7 +437,7 @@ def find_prefix(model: Model, task: str, which: str, attribute: str) -> SoftPref
     Raises:
         PrefixError: No such set or attribute, damaged, or of another model.
     """
-    prefix = load_prefix(set_folder(model_card(model).name, task, which), attribute)
+    prefix = load_prefix(set_folder(identify(model).name, task, which), attribute)
     prefix.check(model)
     return prefix
 

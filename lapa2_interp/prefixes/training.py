@@ -38,7 +38,7 @@ from lapa2_interp._util.progress import progress_bar
 from lapa2_interp._util.same_inputs import check_same_inputs
 from lapa2_interp._util.version import __version__
 from lapa2_interp.bias.text_start import AUTO_START, start_setting, text_start
-from lapa2_interp.models.card import context_length, short_context
+from lapa2_interp.models.configuration import context_length, short_context
 from lapa2_interp.models.load import load_transformers, move_to_device
 from lapa2_interp.prefixes.optimization import PrefixTraining, TokenLists, TrainingTexts
 from lapa2_interp.prefixes.parameters import text_keys_and_values

@@ -11,7 +11,7 @@ from lapa2_interp._util.errors import MethodError
 from lapa2_interp.attention.tables import pooled
 from lapa2_interp.circuits.hidden_span import span_effect
 from lapa2_interp.generation.arrange import chat_layout
-from lapa2_interp.models.card import Model
+from lapa2_interp.models.facts import Model
 from lapa2_interp.models.load import accepts_model_name
 from lapa2_interp.runs.manifest import check_weights
 

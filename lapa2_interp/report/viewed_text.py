@@ -37,7 +37,8 @@ from lapa2_interp.circuits.control import control_score
 from lapa2_interp.generation.cell import Cell
 from lapa2_interp.generation.plan import BatchPlan, plan_batches
 from lapa2_interp.generation.teacher_forcing import teacher_forced
-from lapa2_interp.models.card import Model, ModelCard, model_card
+from lapa2_interp.models.card import ModelCard, identify
+from lapa2_interp.models.facts import Model
 from lapa2_interp.models.load import load_model
 from lapa2_interp.models.machine import usable_memory
 from lapa2_interp.runs.attention import ALIKE
@@ -318,7 +319,7 @@ def recompute_attention(
         no_control=no_control,
         differences=differences,
         steps=shared_steps,
-        card=model_card(model),
+        card=identify(model),
         tokenizer=model.tokenizer,
     )
 

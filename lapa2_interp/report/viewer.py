@@ -33,7 +33,7 @@ from lapa2_interp._util.values import Count, Natural, numbers_checked
 from lapa2_interp.bias.augmentation import active_augmentations
 from lapa2_interp.bias.tokens import token_texts
 from lapa2_interp.methods.registry import find_class
-from lapa2_interp.models.card import Model
+from lapa2_interp.models.facts import Model
 from lapa2_interp.report.encoding import FLOOR, Bits, encode_arrays, quantisation_error, quantise
 from lapa2_interp.report.viewed_text import (
     HeadValues,

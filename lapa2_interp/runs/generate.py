@@ -42,7 +42,8 @@ from lapa2_interp.generation.settings import (
     settings_named,
 )
 from lapa2_interp.methods.base import Method, MethodContext
-from lapa2_interp.models.card import Model, model_card
+from lapa2_interp.models.card import identify
+from lapa2_interp.models.facts import Model
 from lapa2_interp.models.fingerprint import weights_read_once
 from lapa2_interp.models.load import accepts_model_name, load_model, resolve_model
 from lapa2_interp.models.machine import DtypeOrAuto, ModelClass, is_out_of_memory
@@ -232,7 +233,7 @@ def make_cells(
                     raise
                 rows = max(map(len, plan.batches)) * len(plan.branches)
                 raise ModelError(
-                    f"the memory of {model_card(model).device} does not hold {rows} rows at once;"
+                    f"the memory of {identify(model).device} does not hold {rows} rows at once;"
                     f" give fewer texts a batch: {parameter('max_rows', 'N')}, below this number"
                 ) from error
     grids = {name: tuple(plans)}
@@ -247,7 +248,7 @@ def announcement(model: Model, plans: Sequence[BatchPlan]) -> str:
         f"{texts} texts, {sum(plan.new_tokens for plan in plans)} new tokens, branches"
         f" {', '.join(plans[0].branches)}"
     )
-    card = model_card(model)
+    card = identify(model)
     line += f"; plain text starts with {describe_start(card.start_token, card.start_source)}"
     if trace == "none":
         return line

@@ -24,7 +24,7 @@ from lapa2_interp.generation.loop import (
 from lapa2_interp.generation.plan import plan_batches
 from lapa2_interp.generation.resolve import cell_of
 from lapa2_interp.methods.base import LogProbs
-from lapa2_interp.models.card import Model, network_of
+from lapa2_interp.models.facts import Model, facts_of
 from lapa2_interp.runs.method_context import ModelContext
 from lapa2_interp.tasks.task import Prompts
 
@@ -94,7 +94,7 @@ class MethodProcessor(LogitsProcessor):
                     f"{parameter(name, settings[name])} has no effect inside generate of"
                     f" transformers; leave it out: {NOT_FOLLOWED[name]}"
                 )
-        network = network_of(model)
+        network = facts_of(model).network
         if not isinstance(network, GenerationMixin):
             raise ModelError(
                 f"a {type(model).__name__} has no network with generate of transformers; load it as"

@@ -16,7 +16,8 @@ from lapa2_interp._util.errors import TraceError
 from lapa2_interp._util.version import __version__
 from lapa2_interp.generation.cell import Cell
 from lapa2_interp.generation.plan import BatchPlan
-from lapa2_interp.models.card import Model, ModelCard, model_card
+from lapa2_interp.models.card import ModelCard, identify
+from lapa2_interp.models.facts import Model
 from lapa2_interp.models.machine import processor_kind
 from lapa2_interp.prefixes.soft_prefix import SoftPrefixName
 
@@ -54,7 +55,7 @@ class Provenance(BaseModel):
         """Provenance of texts that this process makes now."""
         import torch
 
-        card = model_card(model)
+        card = identify(model)
         # Without the number of the GPU: workers with other GPUs make the cell's other batches.
         device = card.device.partition(":")[0]
         return cls(
@@ -139,7 +140,7 @@ def check_weights(manifest: Manifest, model: Model) -> None:
     Raises:
         TraceError: The model has other weights.
     """
-    card, weights = model_card(model), manifest.model.weights
+    card, weights = identify(model), manifest.model.weights
     if weights != card.weights:
         raise TraceError(
             f"the run was made with weights {weights}, and here {card.name} has {card.weights}"

@@ -33,13 +33,8 @@ from lapa2_interp.generation.loop import decode_batch
 from lapa2_interp.generation.plan import plan_batches
 from lapa2_interp.generation.resolve import cell_of
 from lapa2_interp.methods.base import Method
-from lapa2_interp.models.card import (
-    Model,
-    is_bridge,
-    model_card,
-    network_of,
-    weights_id,
-)
+from lapa2_interp.models.card import identify, weights_id
+from lapa2_interp.models.facts import Model, facts_of
 from lapa2_interp.models.machine import processor_kind
 from lapa2_interp.models.readable_weights import check_weights_readable
 from lapa2_interp.scoring.registry import ScorerOptions, make_scorer
@@ -61,7 +56,7 @@ class ModelContext:
 
     def __init__(self, model: Model) -> None:
         self.model = model
-        self.card = model_card(model)
+        self.card = identify(model)
         self.end_ids = self.card.end_ids
         self.n_layers = model.cfg.n_layers
         self.gated = is_gated(model)
@@ -79,8 +74,12 @@ class ModelContext:
         return decode_tokens(self.model.tokenizer, ids)
 
     def embedding(self) -> Float[Tensor, "vocab d_model"]:
-        network: Any = network_of(self.model)
-        embed = network.get_input_embeddings() if is_bridge(self.model) else network.embed
+        network: Any = facts_of(self.model).network
+        embed = (
+            network.get_input_embeddings()
+            if facts_of(self.model).backend != "hooked"
+            else network.embed
+        )
         check_weights_readable(self.model, "the embedding is read from", embed)
         return self.model.W_E.detach().float()
 

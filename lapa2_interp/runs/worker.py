@@ -23,7 +23,8 @@ from lapa2_interp.generation.plan import BatchPlan, plan_batches
 from lapa2_interp.generation.resolve import digests
 from lapa2_interp.methods.registry import find_class
 from lapa2_interp.models.attention_interface import describe_paths
-from lapa2_interp.models.card import Model, model_card
+from lapa2_interp.models.card import identify
+from lapa2_interp.models.facts import Model
 from lapa2_interp.models.fingerprint import weights_read_once
 from lapa2_interp.models.load import load_model
 from lapa2_interp.models.machine import default_device, is_out_of_memory, peak_memory, torch_threads
@@ -56,7 +57,7 @@ def make_batch(
     check_files(plan)
     began = perf_counter()
     made = decode_batch(model, plan, plan.batches[number], progress)
-    model.lapa2_card = model_card(model).model_copy(update={"attn": describe_paths(model)})
+    model.lapa2_card = identify(model).model_copy(update={"attn": describe_paths(model)})
     record = BatchRecord(
         **dict(Provenance.of(model, plan)),
         key=plan.cell.key,
@@ -66,7 +67,7 @@ def make_batch(
         seconds=round(perf_counter() - began, 3),
         new_tokens=int(made.texts["n_tokens"].sum()),
         problems=problems_of(plan, made.texts),
-        memory=peak_memory(model_card(model).device.partition(":")[0]),
+        memory=peak_memory(identify(model).device.partition(":")[0]),
     )
     return FinishedBatch(record, made.texts, made.trace)
 
@@ -129,7 +130,7 @@ class Worker:
             model, _, own = self._loaded(cell)
             plan = self.plan(cell)
             prepacking = prepacking or own
-            model.lapa2_card = model_card(model).model_copy(update={"prepacking": prepacking})
+            model.lapa2_card = identify(model).model_copy(update={"prepacking": prepacking})
             prepared = perf_counter() - began
             made = make_batch(model, plan, number, progress)
         seconds = round(made.record.seconds + prepared, 3)
@@ -172,7 +173,7 @@ class Worker:
                 attn=self.attn,
                 start=cell.start,
             )
-            self._model = (wanted, loaded, ModelContext(loaded), model_card(loaded).prepacking)
+            self._model = (wanted, loaded, ModelContext(loaded), identify(loaded).prepacking)
         return self._model[1:]
 
     def plan(self, cell: Cell) -> BatchPlan:

@@ -37,7 +37,8 @@ from torch import Tensor, nn
 from lapa2_interp._util.errors import ScoringError, parameter
 from lapa2_interp._util.files import atomic_write
 from lapa2_interp.bias.text_start import named_start
-from lapa2_interp.models.card import check_not_quantised, short_context
+from lapa2_interp.models.configuration import short_context
+from lapa2_interp.models.facts import check_not_quantised
 from lapa2_interp.models.load import load_transformers, move_to_device
 from lapa2_interp.models.prepacked import prepacked
 from lapa2_interp.models.smollm2 import SMOLLM2

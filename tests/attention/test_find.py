@@ -10,7 +10,7 @@ from transformers import DynamicCache
 from lapa2_interp import Augmentation, Layout, PaddedRows, augmented, recipe
 from lapa2_interp.bias.find_spans import SpanFinder
 from lapa2_interp.models.cache_name import cache_name
-from lapa2_interp.models.card import network_of
+from lapa2_interp.models.facts import facts_of
 from lapa2_interp.models.load import shared_tokenizer
 
 PLAIN, BARE = "TransformersModel", "network"
@@ -215,7 +215,7 @@ def test_gradients_flow_as_with_layouts():
 
 def test_hooks_are_gone_behind_the_block():
     network, asked, _ = loaded()
-    before = len(network_of(network)._forward_hooks)
+    before = len(facts_of(network).network._forward_hooks)
     with augmented(network, FREE, find=SAID, **asked):
         assert len(network._forward_hooks) > before
     assert len(network._forward_hooks) == before

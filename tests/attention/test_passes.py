@@ -15,7 +15,7 @@ from lapa2_interp.attention.recorder import Recorder
 from lapa2_interp.bias.layout import left_pad
 from lapa2_interp.bias.padded_rows import PaddedRows
 from lapa2_interp.models.cache_name import cache_name
-from lapa2_interp.models.card import network_of
+from lapa2_interp.models.facts import facts_of
 
 PLAIN, BARE = "TransformersModel", "network"
 RULE = Augmentation(alpha=1.5, phase="after_span")
@@ -30,7 +30,7 @@ def loaded(name, kind):
         Layout.of(model.tokenizer, *texts)
         for texts in (("Very positive:", "The lake is"), ("Good:", "A"))
     ]
-    return (network_of(model) if kind == BARE else model), layouts
+    return (facts_of(model).network if kind == BARE else model), layouts
 
 
 def bloom():
@@ -49,7 +49,7 @@ def read(model, ids, **settings):
 def cached(model):
     """A new cache, as the arguments that a pass takes."""
     if hasattr(model, "original_model") or hasattr(model, "config"):
-        return {cache_name(network_of(model)): DynamicCache()}
+        return {cache_name(facts_of(model).network): DynamicCache()}
     from transformer_lens.cache.key_value_cache import TransformerLensKeyValueCache
 
     return {"past_kv_cache": TransformerLensKeyValueCache.init_cache(model.cfg, "cpu", 2)}
@@ -220,7 +220,7 @@ def test_generate_on_other_ids_is_refused():
 def test_a_prompt_in_chunks_is_the_prompt_in_one(kind, rule, chunk):
     """Also of padded rows, with a recorder, in float64."""
     model, layouts = loaded("tiny-llama", kind)
-    net = network_of(model)
+    net = facts_of(model).network
     padded = left_pad(layouts)
     ids, mask = PaddedRows.of(padded)[1:3]
     runs = []

@@ -21,7 +21,7 @@ from lapa2_interp.attention.static_rows import bucket
 from lapa2_interp.bias.layout import left_pad
 from lapa2_interp.generation.plan import plan_batches
 from lapa2_interp.methods import load_task
-from lapa2_interp.models import model_card
+from lapa2_interp.models import identify
 
 PROMPTS = ("The book is on the table in the house", "The lake is deep and it is cold in the winter")
 """Behind them few steps cross from a bucket of 64 keys to one of 128."""
@@ -95,7 +95,7 @@ def test_methods(name, method, device, passes, tmp_path):
 
 def test_rows_that_end_early(passes, monkeypatch):
     model = load("tiny-gpt2", "float32", PLAIN)
-    card = model_card(model)  # one token in eight ends a text
+    card = identify(model)  # one token in eight ends a text
     ends = card.model_copy(update={"end_ids": tuple(range(0, 257, 8))})
     monkeypatch.setattr(model, "lapa2_card", ends)
     asked = (

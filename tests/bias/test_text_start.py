@@ -37,7 +37,8 @@ from lapa2_interp.bias.text_start import (
 )
 from lapa2_interp.cli.app import main
 from lapa2_interp.generation.resolve import cell_of
-from lapa2_interp.models.card import TransformersModel, model_card
+from lapa2_interp.models.card import identify
+from lapa2_interp.models.facts import TransformersModel
 from lapa2_interp.models.load import load_tokenizer, load_transformers
 from lapa2_interp.models.probing import PLAIN_SENTENCES, probe_model
 from lapa2_interp.scoring.scorer import SkippedText, TextItem
@@ -174,7 +175,7 @@ def test_strings_start_as_layouts_do(model_class, start):
     layout = Layout.of(model, None, "The lake")
     assert model.to_tokens("The lake")[0].tolist() == list(layout.ids)
     assert Layout.of(model.tokenizer, None, "The lake") == layout
-    assert model_card(model).start_token == {"usual": "<|endoftext|>", "none": ""}.get(start, "A")
+    assert identify(model).start_token == {"usual": "<|endoftext|>", "none": ""}.get(start, "A")
 
 
 def test_a_model_made_elsewhere_says_it_itself(qwen_folder):
@@ -186,7 +187,7 @@ def test_a_model_made_elsewhere_says_it_itself(qwen_folder):
     plain = TransformersModel(network, AutoTokenizer.from_pretrained(qwen_folder), "mine")
     made = generate(plain, "The lake", attribute="positive", length=16, trace="none")
     assert next(iter(made.by_key.values())).start == "none"
-    assert model_card(plain).start_source == "models of type qwen2 read none"
+    assert identify(plain).start_source == "models of type qwen2 read none"
     model = wrap_in_bridge(network, AutoTokenizer.from_pretrained(qwen_folder), "mine", "none")
     assert not model.cfg.default_prepend_bos
     model.cfg.default_prepend_bos = True

@@ -28,7 +28,7 @@ from lapa2_interp.circuits.fade_account import (
 )
 from lapa2_interp.circuits.far_passes import CachedForward, with_filler
 from lapa2_interp.cli.app import main
-from lapa2_interp.models.card import network_of
+from lapa2_interp.models.facts import facts_of
 from lapa2_interp.models.lens_classes import make_bridge
 from lapa2_interp.models.load import load_tokenizer
 from lapa2_interp.models.planted import ASK, D_HEAD, FILLERS, NEGATIVE, POSITIVE, WIDTH
@@ -50,7 +50,7 @@ def with_causes(model_class="TransformersModel"):
     """The planted model with a score that falls with the distance, and with filler words that read
     the prefix and are read themselves."""
     model = fresh("planted", "float64", model_class=model_class)
-    network = network_of(model)
+    network = facts_of(model).network
     with torch.no_grad():
         network.model.rotary_emb.inv_freq[2] = 0.02
         ids = model.tokenizer.convert_tokens_to_ids(list(FILLERS[:6]))
@@ -62,7 +62,7 @@ def with_causes(model_class="TransformersModel"):
 
 def by_hand(model, layout, text, factors):
     """Log-probabilities of the scored steps in a state, and the mean attention on the prefix."""
-    network = network_of(model)
+    network = facts_of(model).network
     body = network.model
     ids = torch.tensor([*layout.ids, *text[:-1]])
     n = len(layout.ids)
@@ -144,7 +144,7 @@ def test_every_state_is_that_of_passes_by_hand(model_class):
 
 def bridged(model):
     """A bridge around the network of a plain model."""
-    return make_bridge(network_of(model), model.tokenizer, "planted", torch.float64, "cpu")
+    return make_bridge(facts_of(model).network, model.tokenizer, "planted", torch.float64, "cpu")
 
 
 @torch.no_grad()
@@ -261,7 +261,7 @@ def test_attention_is_told_as_a_multiple_of_equal_scores(monkeypatch):
     script = import_module("fade_account")
     model = fresh("planted", model_class="TransformersModel")
     with torch.no_grad():
-        for layer in network_of(model).model.layers:
+        for layer in facts_of(model).network.model.layers:
             layer.self_attn.q_proj.weight.zero_()
     texts = contrast(model)
     account = account_for_fading(model, texts, filler=(8, FILLER), tokens=TOKENS)

@@ -16,6 +16,7 @@ from lapa2_interp.circuits.fading import ALL, NEAR, VERDICTS, measure_fading
 from lapa2_interp.circuits.far_passes import CachedForward, held, with_filler
 from lapa2_interp.circuits.metrics import METRICS
 from lapa2_interp.methods.registry import load_task
+from lapa2_interp.models import facts_of
 from lapa2_interp.models.planted import FILLERS, NEGATIVE, POSITIVE, answer_key
 from tests.conftest import load
 
@@ -179,9 +180,7 @@ def test_every_head_gets_the_mass_it_had_near():
 
 
 def test_a_window_that_hides_keys_is_refused(monkeypatch):
-    from lapa2_interp.circuits import fading as module
-
-    monkeypatch.setattr(module, "smallest_window", lambda model: 30)
+    monkeypatch.setattr(facts_of(load("planted")), "window", 30)
     few = {"prompts": ["The lake"]}
     found_of(filler=(8,), **few)
     with pytest.raises(CircuitError, match="some layers of this model see 30 keys, and prompt"):

@@ -20,7 +20,7 @@ from lapa2_interp.circuits.logit_attribution import head_logit_attribution
 from lapa2_interp.circuits.placebo import check_placebo, shuffled_labels
 from lapa2_interp.circuits.study import run_study
 from lapa2_interp.cli.app import main
-from lapa2_interp.models.card import network_of
+from lapa2_interp.models.facts import facts_of
 from lapa2_interp.report.study_page import render_study
 
 PROMPTS = ("The lake", "The book", "The city", "The road", "The horse", "The movie", "The pizza", "The country")  # fmt: skip
@@ -104,7 +104,7 @@ def test_direct_effects_are_those_of_the_lens():
 
 def test_an_untrained_model_has_the_weights_of_the_lens(tmp_path):
     model = load("tiny-llama")
-    network_of(model).config.save_pretrained(tmp_path)
+    facts_of(model).network.config.save_pretrained(tmp_path)
     model.tokenizer.save_pretrained(tmp_path)
     expected = lens.random_init_bridge(str(tmp_path), seed=1, device="cpu")
     made = load_model("random:tiny-llama", pack="off")

@@ -25,7 +25,7 @@ from lapa2_interp.generation import turns as turns_module
 from lapa2_interp.generation.resolve import cell_of
 from lapa2_interp.methods.chat import Chat, chat_task
 from lapa2_interp.methods.registry import HIDDEN, load_task
-from lapa2_interp.models.card import model_card
+from lapa2_interp.models.card import identify
 from lapa2_interp.report.run_texts import texts_to_show
 from lapa2_interp.report.viewer import view
 from lapa2_interp.runs import worker
@@ -164,7 +164,7 @@ def one_pass(model, row, rows, rule):
 @pytest.mark.parametrize("eos", ["keep", "stop"])
 def test_kept_answers_are_drawn_from_one_pass_over_the_chat(chatting, monkeypatch, eos):
     """Answers of unequal lengths, in a batch; each is its chat's alone."""
-    card = model_card(chatting)
+    card = identify(chatting)
     ends = tuple(range(100, 160))
     monkeypatch.setattr(chatting, "lapa2_card", card.model_copy(update={"end_ids": ends}))
     asked = {"parameters": KEPT, "length": 6, "eos": eos, "top_k": 1}
@@ -194,7 +194,7 @@ def test_kept_answers_are_drawn_from_one_pass_over_the_chat(chatting, monkeypatc
 def test_a_turn_may_add_one_token(chatting, monkeypatch):
     """After an answer that ended at once; nothing is read before the prompt pass."""
     chatting.tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
-    card = model_card(chatting).model_copy(update={"end_ids": tuple(range(258))})
+    card = identify(chatting).model_copy(update={"end_ids": tuple(range(258))})
     monkeypatch.setattr(chatting, "lapa2_card", card)
     form = [FORM[0], {"role": "user", "content": "Why?"}]
     asked = {"parameters": KEPT, "eos": "stop", "rule": LAST, "top_k": 1}

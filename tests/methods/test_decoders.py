@@ -19,7 +19,8 @@ from lapa2_interp.generation.resolve import cell_of
 from lapa2_interp.methods import load_task
 from lapa2_interp.methods import registry as methods
 from lapa2_interp.methods.base import BatchStart, nucleus
-from lapa2_interp.models.card import model_card, network_of
+from lapa2_interp.models.card import identify
+from lapa2_interp.models.facts import facts_of
 from lapa2_interp.runs.method_context import ModelContext
 
 CLASSES = [("target", "b"), ("target", "b", "c", "d")]
@@ -69,7 +70,7 @@ def test_the_hidden_prefix_of_spa_is_masked_and_keeps_its_positions(name):
     mask[0, slice(*layout.prefix)] = 0
     positions = torch.arange(ids.shape[1])[None]
     with torch.no_grad():
-        logits = network_of(model)(ids, attention_mask=mask, position_ids=positions).logits
+        logits = facts_of(model).network(ids, attention_mask=mask, position_ids=positions).logits
     assert new == logits[0, len(layout.ids) - 1 : -1].argmax(-1).tolist()
     assert np.abs(made.trace["prefix"].sel(branch="masked").to_numpy()).max() == 0
     assert made.trace["prefix"].sel(branch="prefix").to_numpy().min() > 0
@@ -553,7 +554,7 @@ def test_a_refused_token_leaves_its_place_to_the_next_ones(name, settings, own_c
     model = load("tiny-gpt2")
     cell = cell_of(model, method=name, parameters=settings, attribute="positive", prompts=["The lake"],
                    length=14, samples=3, eos="block", alpha=0)  # fmt: skip
-    ends = model_card(model).end_ids
+    ends = identify(model).end_ids
     survivor = next(token for token in range(300) if token not in ends)
     real = loop.log_probs_by_branch
 

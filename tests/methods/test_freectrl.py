@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -224,7 +225,8 @@ def test_a_hooked_transformer_reads_as_many_rows_as_memory_has(words_model, word
     task, read = load_task("sentiment"), []
     asked = (freectrl(word_file), task, "positive", ["The lake", "Once upon"])
     at_once = generate(words_model, *asked, length=10, samples=3)
-    monkeypatch.setattr("lapa2_interp.generation.freectrl.is_bridge", lambda _: False)
+    hooked = SimpleNamespace(backend="hooked")
+    monkeypatch.setattr("lapa2_interp.generation.freectrl.facts_of", lambda _: hooked)
     monkeypatch.setattr("lapa2_interp.generation.freectrl.rows_in_memory", lambda *_: 4)
     real = RecomputedRows.expand
 

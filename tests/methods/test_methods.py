@@ -13,7 +13,7 @@ from lapa2_interp.generation.sampling import draw
 from lapa2_interp.methods import load_task
 from lapa2_interp.methods import registry as methods
 from lapa2_interp.methods.base import FLOOR
-from lapa2_interp.models import model_card
+from lapa2_interp.models import identify
 
 STEPS = 3
 TOKENS = [3, 1, 4]
@@ -414,7 +414,7 @@ def test_every_method_and_task_of_the_paper_generates_with_and_without_lapa2(
     length = min(length, 24 if task.length_counts_prompt else 14)
     method = methods.get_for_task(name, task)
     if (
-        model_card(model).name == "tiny-llama" and getattr(method, "prefixes", "hard") != "hard"
+        identify(model).name == "tiny-llama" and getattr(method, "prefixes", "hard") != "hard"
     ):  # none ship for it
         method = methods.get_for_task(name, task, prefixes=soft_set(tmp_path, model, task))
     texts = {}
@@ -423,7 +423,7 @@ def test_every_method_and_task_of_the_paper_generates_with_and_without_lapa2(
         made = generate(model, method, task, attribute, task.prompts.texts[:2], **settings)
         texts[alpha] = made.texts["text"].tolist()
         assert made.texts["finish"].tolist() == ["length"] * 2
-        assert model_card(model).name == "tiny-llama" or all(
+        assert identify(model).name == "tiny-llama" or all(
             len(text.split()) > 3 for text in texts[alpha]
         )
         assert made.trace["branch"].values.tolist() == [

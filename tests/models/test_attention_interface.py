@@ -12,7 +12,7 @@ from lapa2_interp.bias.padded_rows import PaddedRows
 from lapa2_interp.cli.app import main
 from lapa2_interp.methods import load_task
 from lapa2_interp.models.cache_name import cache_name
-from lapa2_interp.models.card import network_of
+from lapa2_interp.models.facts import facts_of
 
 PLAIN = "TransformersModel"
 PROMPTS = ["The lake", "The book is"]
@@ -52,7 +52,7 @@ def plan_layouts(model, rule):
 def test_beams_and_samples_have_the_augmented_probabilities(settings):
     """Every returned token's score is that of a forward pass over the whole sequence."""
     model, rule = load("tiny-llama", "float64", PLAIN), Augmentation(alpha=1.0)
-    padded, net = left_pad(plan_layouts(model, rule)), network_of(model)
+    padded, net = left_pad(plan_layouts(model, rule)), facts_of(model).network
     ids = torch.tensor([[layout.ids[0]] * layout.pad + list(layout.ids) for layout in padded])
     mask = torch.tensor([[0] * layout.pad + [1] * len(layout.ids) for layout in padded])
     torch.manual_seed(0)
@@ -94,7 +94,7 @@ def test_interleaved_models_do_not_leak_and_blocks_nest():
     hooked = load("tiny-llama", "float64")
     wanted = alone(llama, a, strong), alone(gpt2, b, weak)
     torch.testing.assert_close(alone(llama, a, strong, weak), alone(hooked, a, strong, weak))
-    with augmented(llama, strong, a), augmented(network_of(gpt2), weak, b):
+    with augmented(llama, strong, a), augmented(facts_of(gpt2).network, weak, b):
         assert torch.equal(llama(a.tensor), wanted[0])
         assert torch.equal(gpt2(b.tensor), wanted[1])
         assert torch.equal(llama(a.tensor), wanted[0])
@@ -103,7 +103,7 @@ def test_interleaved_models_do_not_leak_and_blocks_nest():
 @torch.no_grad()
 def test_an_exception_leaves_nothing_behind():
     model = load("tiny-llama", "float64", PLAIN)
-    net, layout = network_of(model), Layout.of(model.tokenizer, "Very positive:", "The lake")
+    net, layout = facts_of(model).network, Layout.of(model.tokenizer, "Very positive:", "The lake")
     plain, hooks = net(layout.tensor).logits, len(net._forward_pre_hooks)
     with pytest.raises(ZeroDivisionError), augmented(net, Augmentation(alpha=1), layout):
         raise ZeroDivisionError
@@ -125,7 +125,7 @@ def test_probe_says_what_is_live(capsys):
 @torch.no_grad()
 def test_a_cache_and_a_mask_are_seen_where_they_are_given_by_position():
     model = load("tiny-gpt2", "float32", PLAIN)
-    net, rule = network_of(model), Augmentation(alpha=1.0)
+    net, rule = facts_of(model).network, Augmentation(alpha=1.0)
     padded = left_pad([Layout.of(model.tokenizer, "Good:", text) for text in ("The lake", "A")])
     ids, mask = PaddedRows.of(padded)[1:3]
     longer = torch.cat([mask, mask[:, -1:]], dim=1)

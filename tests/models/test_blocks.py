@@ -17,7 +17,7 @@ from lapa2_interp.attention.cache import RecomputedRows, new_rows
 from lapa2_interp.attention.hooked import edit_scores
 from lapa2_interp.generation.teacher_forcing import teacher_forced
 from lapa2_interp.models.cache_name import cache_name
-from lapa2_interp.models.card import TransformersModel, network_of
+from lapa2_interp.models.facts import TransformersModel, facts_of
 from lapa2_interp.prefixes.likelihood import TextRows, text_nll
 
 PLAIN = "TransformersModel"
@@ -48,7 +48,7 @@ def read(model, ids, **settings):
 
 def state(model):
     """What a block might leave behind."""
-    net = network_of(model)
+    net = facts_of(model).network
     points = [len(point.fwd_hooks) for point in model.hook_dict.values()]
     modules = [(len(part._forward_pre_hooks), len(part._forward_hooks)) for part in net.modules()]
     config = getattr(net, "config", None)
@@ -219,7 +219,7 @@ def test_hooks_taken_away_inside_a_block_are_an_error(kind):
     with augmented(model, STRONG, layout):
         read(model, layout.tensor)
         if kind == PLAIN:
-            network_of(model).set_attn_implementation("sdpa")
+            facts_of(model).network.set_attn_implementation("sdpa")
         else:
             model.reset_hooks()
         with pytest.raises(DeadHookError, match=r"did not come by .* and [37] more.*reset_hooks"):

@@ -16,7 +16,7 @@ from lapa2_interp.models.cache_name import (
     cache_of,
     let_bridges_read,
 )
-from lapa2_interp.models.card import network_of
+from lapa2_interp.models.facts import facts_of
 from lapa2_interp.models.tiny import TINY
 
 IDS = torch.arange(3, 11)[None]
@@ -29,7 +29,7 @@ def test_passes_after_a_cached_text_equal_one_pass(kind, atol):
     them. An unread cache changes logits by .2 and more."""
     for name in TINY:
         model = load(name, "float64", kind)
-        cache, argument = DynamicCache(), cache_name(network_of(model))
+        cache, argument = DynamicCache(), cache_name(facts_of(model).network)
         parts = [model(part, **{argument: cache}) for part in IDS.split((4, 3, 1), dim=1)]
         assert cache.get_seq_length() == IDS.shape[1]
         torch.testing.assert_close(torch.cat(parts, dim=1), model(IDS), atol=atol, rtol=0)
@@ -47,7 +47,7 @@ def test_a_bridge_takes_the_old_name_too():
 def test_only_bridges_get_hooks_and_only_where_they_need_them():
     counts = []
     for kind in (PLAIN, "TransformerBridge"):
-        network = network_of(load("tiny-gpt2", "float64", kind))
+        network = facts_of(load("tiny-gpt2", "float64", kind)).network
         for _ in range(2):
             let_bridges_read(network)
         hooks = [hook for part in network.modules() for hook in part._forward_pre_hooks.values()]

@@ -7,7 +7,7 @@ from conftest import fresh, load
 from lapa2_interp import generate
 from lapa2_interp.attention.hooked import edit_scores
 from lapa2_interp.bias.layout import Layout
-from lapa2_interp.models.card import model_card
+from lapa2_interp.models.card import identify
 
 SETTINGS = {"attribute": "positive", "prompts": ["The lake"], "top_k": 1, "length": 16}
 TYPES = [
@@ -26,7 +26,7 @@ def test_texts_and_card_are_those_of_the_type(model_class, dtype):
     texts = [run.texts()["tokens"].tolist() for run in runs]
     assert texts[0] == texts[1]
     facts = runs[0].manifest().model
-    assert (facts.dtype, facts.prepacking) == (dtype, model_card(wanted).prepacking)
+    assert (facts.dtype, facts.prepacking) == (dtype, identify(wanted).prepacking)
 
 
 @torch.no_grad()

@@ -20,7 +20,7 @@ from lapa2_interp.attention.recorder import Recorder
 from lapa2_interp.circuits.contrast_set import ContrastSet
 from lapa2_interp.cli.app import main
 from lapa2_interp.generation.teacher_forcing import teacher_forced
-from lapa2_interp.models.card import layer_types
+from lapa2_interp.models.facts import facts_of
 from lapa2_interp.models.liveness import LIVE_FAMILIES
 from lapa2_interp.prefixes.soft_prefix import kv_shape
 
@@ -132,12 +132,14 @@ def test_a_recorder_must_know_which_keys_layers_see(load, name):
     layout, size = layouts_of(model)[0], (model.cfg.n_layers, model.cfg.n_heads)
     with (
         pytest.raises(
-            TraceError, match=r"layers full: 0-2, and .*layer_types=layer_types\(model\)"
+            TraceError, match=r"layers full: 0-2, and .*layer_types=facts_of\(model\)\.layer_types"
         ),
         augmented(model, RULE, layout, Recorder(*size)),
     ):
         pass
-    with augmented(model, RULE, layout, Recorder(*size, layer_types=list(layer_types(model)))):
+    with augmented(
+        model, RULE, layout, Recorder(*size, layer_types=list(facts_of(model).layer_types))
+    ):
         pass
 
 

@@ -7,7 +7,8 @@ from conftest import fresh
 
 from lapa2_interp import generate
 from lapa2_interp.models import fingerprint as module
-from lapa2_interp.models.card import hash_weights, model_card, network_of
+from lapa2_interp.models.card import hash_weights, identify
+from lapa2_interp.models.facts import facts_of
 from lapa2_interp.models.fingerprint import (
     fingerprint,
     network_tensors,
@@ -23,7 +24,7 @@ def copied(name="tiny-llama", model_class="TransformersModel"):
 
 
 def weight_of(model):
-    named = network_of(model).named_parameters()
+    named = facts_of(model).network.named_parameters()
     return next(weight for name, weight in named if "down_proj" in name)
 
 
@@ -72,11 +73,11 @@ def test_texts_and_manifest_are_those_of_the_edited_weights(edit, model_class):
 
 def test_weights_that_are_put_back_have_their_name_again():
     model = copied()
-    name, values = model_card(model).weights, weight_of(model).data.clone()
+    name, values = identify(model).weights, weight_of(model).data.clone()
     scaled(model)
-    assert model_card(model).weights != name
+    assert identify(model).weights != name
     weight_of(model).data[:] = values
-    assert model_card(model).weights == name
+    assert identify(model).weights == name
 
 
 def switched(network):
@@ -99,28 +100,28 @@ def test_the_state_of_adapters_counts(edit):
     """Nothing of it is in `state_dict`."""
     peft = pytest.importorskip("peft")
     model = copied()
-    network = network_of(model)
+    network = facts_of(model).network
     for name in ("two", "one"):
         config = peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
         network.add_adapter(config, adapter_name=name)
-    before, name = fingerprint(network), model_card(model).weights
+    before, name = fingerprint(network), identify(model).weights
     edit(network)
     assert fingerprint(network) != before
-    assert model_card(model).weights == hash_weights(model) != name
+    assert identify(model).weights == hash_weights(model) != name
     if edit is not rescaled:
         network.enable_adapters()
         network.set_adapter("one")
-        assert model_card(model).weights == name
+        assert identify(model).weights == name
 
 
 @pytest.mark.parametrize("model_class", ["TransformersModel", "TransformerBridge"])
 def test_buffers_that_are_not_saved_count(model_class):
     model = copied(model_class=model_class)
-    name = model_card(model).weights
-    for buffer, values in network_of(model).named_buffers():
+    name = identify(model).weights
+    for buffer, values in facts_of(model).network.named_buffers():
         if buffer.endswith("inv_freq"):
             values.mul_(0.5)
-    assert model_card(model).weights == hash_weights(model) != name
+    assert identify(model).weights == hash_weights(model) != name
 
 
 @pytest.mark.parametrize(
@@ -160,7 +161,7 @@ def test_weights_that_quantised_layers_pack_are_unpacked():
 
 
 def test_inside_a_block_weights_are_read_once_and_counted_changes_are_seen(monkeypatch):
-    network, read = network_of(copied()), []
+    network, read = facts_of(copied()).network, []
     digest = module.values_digest
     monkeypatch.setattr(
         module, "values_digest", lambda weight: read.append(weight) or digest(weight)
@@ -187,7 +188,7 @@ def test_a_call_reads_each_weight_once(monkeypatch):
         module, "values_digest", lambda weight: read.append(weight) or digest(weight)
     )
     generate(model, alpha=[0, 0.5], **SETTINGS)
-    assert len(read) == len(list(network_tensors(network_of(model))))
+    assert len(read) == len(list(network_tensors(facts_of(model).network)))
 
 
 CHANGES = {

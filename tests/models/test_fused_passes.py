@@ -30,7 +30,7 @@ from lapa2_interp.models.attention_interface import (
     read_without_matrix,
 )
 from lapa2_interp.models.cache_name import cache_name
-from lapa2_interp.models.card import TransformersModel
+from lapa2_interp.models.facts import TransformersModel
 from lapa2_interp.paper.propositions import exponent_table, stack_alphas
 from lapa2_interp.runs.method_context import ModelContext
 from lapa2_interp.runs.worker import make_batch

@@ -10,7 +10,7 @@ import lapa2_interp
 from lapa2_interp import Layout, circuits, generate, teacher_forced
 from lapa2_interp._util.errors import ModelError
 from lapa2_interp.generation.resolve import cell_of
-from lapa2_interp.models import TransformersModel, model_card
+from lapa2_interp.models import TransformersModel, identify
 from lapa2_interp.models.load import load_transformers
 
 SETTINGS = {"attribute": "positive", "prompts": ["The lake"], "samples": 1, "length": 14}
@@ -89,7 +89,7 @@ def calls(model):
 
 ONLY_LOADED = {
     "cell_of": lambda model: cell_of(model, **SETTINGS),
-    "model_card": model_card,
+    "identify": identify,
     "probe": lapa2_interp.models.probe,
     "find_prefix": lambda model: lapa2_interp.prefixes.find_prefix(
         model, "sentiment", "mle", "positive"

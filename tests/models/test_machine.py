@@ -10,7 +10,7 @@ from lapa2_interp import load_model
 from lapa2_interp._util.errors import GridError
 from lapa2_interp.cli.app import main
 from lapa2_interp.generation.cell import Cell
-from lapa2_interp.models import machine, model_card
+from lapa2_interp.models import identify, machine
 from lapa2_interp.models.machine import (
     faster_dtype,
     processor_kind,
@@ -148,7 +148,7 @@ def test_a_cache_that_keeps_nothing_does_not_time_again(monkeypatch, tmp_path):
 def test_auto_is_bfloat16_only_where_it_is_really_faster(times, dtype):
     set_speed(times=times)
     assert faster_dtype("cpu") == resolve_dtype("auto", "cpu") == dtype
-    assert model_card(load_model("tiny-gpt2", "auto", "cpu")).dtype == dtype
+    assert identify(load_model("tiny-gpt2", "auto", "cpu")).dtype == dtype
 
 
 def test_flags_have_no_say(monkeypatch):

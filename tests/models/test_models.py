@@ -16,9 +16,10 @@ from lapa2_interp import generate, load_model
 from lapa2_interp._util.errors import DeadHookError, ModelError, ScoringError
 from lapa2_interp._util.files import sha256_of
 from lapa2_interp.bias.text_start import TextMarkers, text_markers
+from lapa2_interp.models import identify, load_tokenizer, smollm2
 from lapa2_interp.models import load as models
-from lapa2_interp.models import load_tokenizer, model_card, smollm2
-from lapa2_interp.models.card import DEFAULT_CONTEXT, TransformersModel, context_length
+from lapa2_interp.models.configuration import DEFAULT_CONTEXT, context_length
+from lapa2_interp.models.facts import TransformersModel
 from lapa2_interp.models.load import load_transformers
 from lapa2_interp.models.probing import probe_model
 from lapa2_interp.models.sizes import model_size
@@ -44,11 +45,11 @@ def test_logits_equal_transformers(name, model_class):
 def test_dtypes(tiny, dtype):
     model = load(tiny, dtype)
     assert model(torch.tensor([[1, 2, 3]])).dtype == getattr(torch, dtype)
-    assert model_card(model).dtype == dtype
+    assert identify(model).dtype == dtype
 
 
 def test_the_card_says_what_was_loaded():
-    card = model_card(load("smollm2-135m", "float32", "TransformerBridge"))
+    card = identify(load("smollm2-135m", "float32", "TransformerBridge"))
     assert (card.n_layers, card.n_heads, card.n_ctx) == (30, 9, 8192)
     assert card.start_token == "<|endoftext|>"
     assert card.weights.startswith("sha256 b179c9523d0e")
@@ -59,8 +60,8 @@ def test_a_card_can_be_read_off_a_model_made_elsewhere():
     model = models.make_bridge(
         *load_transformers("tiny-gpt2")[:2], "gpt2-like", torch.float32, "cpu"
     )
-    assert model_card(model).name == "gpt2-like"
-    assert model_card(model).architecture == "GPT2LMHeadModel"
+    assert identify(model).name == "gpt2-like"
+    assert identify(model).architecture == "GPT2LMHeadModel"
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +78,7 @@ def test_a_local_folder_loads_like_its_source(folder, model_class):
     ids = torch.tensor([[0, 10, 20, 30]])
     model = load_model(str(folder), device="cpu", model_class=model_class)
     assert (model(ids).log_softmax(-1) - load("tiny-llama")(ids).log_softmax(-1)).abs().max() < 1e-4
-    assert model_card(model).weights.startswith("sha256 ")
+    assert identify(model).weights.startswith("sha256 ")
     assert load_tokenizer(str(folder))("a").input_ids[0] == 0, "it still prepends BOS itself"
 
 
@@ -183,8 +184,8 @@ def test_end_tokens_of_the_generation_config_count(folder, tmp_path):
     shutil.copytree(folder, tmp_path / "more-ends")
     (tmp_path / "more-ends" / "generation_config.json").write_text('{"eos_token_id": [1, 40]}')
     model = load_model(str(tmp_path / "more-ends"), device="cpu")
-    assert model_card(model).end_ids == (1, 40)
-    assert model_card(model).end_tokens == ("</s>", model.tokenizer.convert_ids_to_tokens(40))
+    assert identify(model).end_ids == (1, 40)
+    assert identify(model).end_tokens == ("</s>", model.tokenizer.convert_ids_to_tokens(40))
 
 
 @pytest.mark.parametrize("made", ["by hand", "by name"])
@@ -206,7 +207,7 @@ def test_an_end_id_without_a_token_ends_texts(made, tmp_path):
         model = load_model(tmp_path, device="cpu", model_class="TransformersModel")
     else:
         model = TransformersModel(network.eval(), tokenizer, "extra")
-    card = model_card(model)
+    card = identify(model)
     assert card.end_ids == (0, 40, extra)
     assert card.end_tokens == ("<|endoftext|>", tokenizer.convert_ids_to_tokens(40), f"id {extra}")
     assert ModelContext(model).end_ids == card.end_ids
@@ -232,7 +233,7 @@ def test_end_tokens_without_a_logit_are_left_out(tmp_path):
     network.generation_config.eos_token_id = 50256
     network.save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
-    assert model_card(load_model(str(tmp_path), device="cpu")).end_tokens == ("<|endoftext|>",)
+    assert identify(load_model(str(tmp_path), device="cpu")).end_tokens == ("<|endoftext|>",)
     tokenizer = load_tokenizer("tiny-llama")
     PreTrainedTokenizerFast(
         tokenizer_object=tokenizer.backend_tokenizer, bos_token="<s>"
@@ -242,7 +243,7 @@ def test_end_tokens_without_a_logit_are_left_out(tmp_path):
     network.save_pretrained(tmp_path / "none")
     for kind in ("TransformerBridge", "TransformersModel"):
         model = load_model(str(tmp_path / "none"), device="cpu", model_class=kind)
-        assert model_card(model).end_ids == model_card(model).end_tokens == ()
+        assert identify(model).end_ids == identify(model).end_tokens == ()
         settings = {"attribute": "positive", "prompts": ["The lake"], "length": 24, "samples": 1}
         assert len(generate(model, eos="block", **settings).texts()) == 1
 
@@ -392,8 +393,8 @@ def test_folders_are_also_paths_and_lie_in_the_users(folder, monkeypatch):
     assert len(load_tokenizer(folder)) == len(load_tokenizer(f"~/{folder.name}"))
     assert model_size(folder) == model_size(f"~/{folder.name}") == model_size("tiny-llama")
     model = load_model(f"~/{folder.name}", device="cpu", model_class="TransformersModel")
-    assert model_card(model).name == str(folder)
-    assert model_card(load_model(folder, device="cpu")).name == str(folder)
+    assert identify(model).name == str(folder)
+    assert identify(load_model(folder, device="cpu")).name == str(folder)
 
 
 def test_sizes_of_configurations(tmp_path):

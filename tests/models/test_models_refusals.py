@@ -35,7 +35,8 @@ from lapa2_interp.circuits.control import control_score
 from lapa2_interp.circuits.prefix_attention import mean_prefix_attention
 from lapa2_interp.generation.teacher_forcing import teacher_forced
 from lapa2_interp.models import smollm2
-from lapa2_interp.models.card import TransformersModel, config_layer_types, network_of
+from lapa2_interp.models.configuration import config_layer_types
+from lapa2_interp.models.facts import TransformersModel, facts_of
 from lapa2_interp.models.fingerprint import fingerprint
 from lapa2_interp.models.liveness import assert_live
 from lapa2_interp.models.load import load_tokenizer, load_transformers, move_to_device
@@ -340,14 +341,14 @@ NAMES = {
     "planted:x": (lambda: load_model("planted:x"), "with a seed as planted:3"),
     **{
         f"device {device}": (
-            lambda device=device: move_to_device(network_of(tiny()), device),
+            lambda device=device: move_to_device(facts_of(tiny()).network, device),
             f"cannot use device '{device}'",
         )
         for device in ("gpu", "cpu:x")
     },
     "a misspelt dtype": (lambda: resolve_dtype("bfloat1"),
      "unknown dtype 'bfloat1'; allowed: auto, float32, .* did you mean 'bfloat16'"),
-    "unknown packing": (lambda: choose_prepacking(network_of(load("tiny-gpt2")), "maybe"),
+    "unknown packing": (lambda: choose_prepacking(facts_of(load("tiny-gpt2")).network, "maybe"),
      "unknown pack 'maybe'; allowed: auto, on, off"),
     "a cache that cannot be written": (lambda: by_cache(f"{at('file')}/file/cache"),
      "cannot write the cache .*set LAPA2_CACHE"),
@@ -369,7 +370,7 @@ def in_block(read, kind=PLAIN):
 def training(read):
     """No two passes of a model with dropout would be the same."""
     model = copy.deepcopy(tiny(PLAIN))
-    network_of(model).train()
+    facts_of(model).network.train()
     read(model)
 
 
@@ -426,7 +427,7 @@ def of_weights_before():
     model = fresh("tiny-llama", model_class=PLAIN)
     prefix = soft_prefix(model)
     prefix.check(model)
-    next(network_of(model).parameters()).data *= -3.0
+    next(facts_of(model).network.parameters()).data *= -3.0
     prefix.check(model)
 
 
@@ -484,7 +485,7 @@ MODELS = {
     "neurons without blocks": (lambda: assert_neurons_live(load("tiny-llama", model_class=PLAIN)),
      "no blocks.*so its neurons cannot be set", DeadHookError),
     "a block on nothing": (lambda: entered(None), "a NoneType is no model .*; pass the one inside it"),
-    "a block on a wrapper": (lambda: entered(torch.nn.Sequential(network_of(tiny()))),
+    "a block on a wrapper": (lambda: entered(torch.nn.Sequential(facts_of(tiny()).network)),
      "a Sequential is no model .*; pass the one inside it"),
     **{
         f"a run of {type(model).__name__}": (
@@ -495,7 +496,7 @@ MODELS = {
     },
     "a name as a network": (lambda: TransformersModel("tiny-llama", tiny().tokenizer, "mine"),
      "takes a transformers model; found str"),
-    "a network without a tokenizer": (lambda: TransformersModel(network_of(tiny()), None, "mine"),
+    "a network without a tokenizer": (lambda: TransformersModel(facts_of(tiny()).network, None, "mine"),
      "a tokenizer is needed here, found a NoneType", LayoutError),
     "a model without a tokenizer": (without_tokenizer, "has no tokenizer; set model.tokenizer"),
     **{
@@ -512,7 +513,7 @@ MODELS = {
         )
         for name, make in {
             "bridge": lambda: tiny(BRIDGE),
-            "network": lambda: network_of(tiny()),
+            "network": lambda: facts_of(tiny()).network,
         }.items()
     },
     "steps that see themselves alone": (that_forgets,

@@ -8,7 +8,7 @@ import torch
 from conftest import MODEL_CLASSES, generate, load
 
 from lapa2_interp import Augmentation, Layout, augmented, load_model
-from lapa2_interp.models import model_card
+from lapa2_interp.models import identify
 from lapa2_interp.models.hook_names import HOOK_PATTERN
 from lapa2_interp.models.planted import (
     CIRCUITS,
@@ -224,7 +224,7 @@ def test_its_words_are_known():
 
 def test_it_is_a_model_like_others():
     model = load_model("planted-gpt2", seed=2)
-    assert model_card(model).name == "planted-gpt2:2"
+    assert identify(model).name == "planted-gpt2:2"
     assert model_size("planted").n_heads == 4
     run = generate(model, "prefix", "sentiment", "positive", ["The lake"], length=12, samples=3)
     words = {word for text in run.texts.continuation for word in text.split()}

@@ -16,7 +16,8 @@ from lapa2_interp.attention.hooked import augmented
 from lapa2_interp.cli.app import main
 from lapa2_interp.generation.teacher_forcing import teacher_forced
 from lapa2_interp.methods import load_task
-from lapa2_interp.models.card import model_card, network_of
+from lapa2_interp.models.card import identify
+from lapa2_interp.models.facts import facts_of
 from lapa2_interp.models.prepacked import (
     _prepacked_weights,
     can_prepack,
@@ -118,7 +119,7 @@ def test_a_text_has_the_same_bits_alone_and_in_any_batch(model):
     @torch.no_grad()
     def logits(rows):
         n = len(rows)
-        with prepacked(network_of(model), "all"):
+        with prepacked(facts_of(model).network, "all"):
             state = new_rows(model)
             with augmented(model, Augmentation(alpha=0.5), layout):
                 steps = [state.prompt_pass([layout])[[0] * n]]
@@ -147,7 +148,7 @@ def test_logits_and_traces_are_those_without_prepacking(monkeypatch):
     texts = plain.texts["tokens"].tolist()
     logits = {}
     for prepacking in CHOICES:
-        with prepacked(network_of(model), prepacking), torch.no_grad():
+        with prepacked(facts_of(model).network, prepacking), torch.no_grad():
             state = new_rows(model)
             state.prompt_pass([layout])
             state.expand(torch.zeros(2, dtype=torch.long), len(layout) + 14)
@@ -173,7 +174,7 @@ CHOICES = ("none", "all")
 
 
 def with_prepacking(model, prepacking, monkeypatch):
-    card = model_card(model).model_copy(update={"prepacking": prepacking})
+    card = identify(model).model_copy(update={"prepacking": prepacking})
     monkeypatch.setattr(model, "lapa2_card", card)
     return model
 
@@ -254,7 +255,7 @@ def test_hooks_and_run_with_cache_inside_the_block():
     ids = torch.arange(8)[None]
     with torch.no_grad():
         _, plain = model.run_with_cache(ids)
-        with prepacked(network_of(model), "all"):
+        with prepacked(facts_of(model).network, "all"):
             logits, cache = model.run_with_cache(ids)
             zeroed = model.run_with_hooks(
                 ids, fwd_hooks=[("blocks.1.mlp.hook_out", lambda act, hook: act * 0)]
@@ -266,7 +267,7 @@ def test_hooks_and_run_with_cache_inside_the_block():
 
 def test_what_is_packed_depends_on_memory_and_workers(monkeypatch):
     model = load("tiny-gpt2")
-    network = network_of(model)
+    network = facts_of(model).network
     weights = sum(weight.nbytes for weight in network.parameters())
     head = output_layer(network).weight.nbytes
 
@@ -283,13 +284,13 @@ def test_what_is_packed_depends_on_memory_and_workers(monkeypatch):
 
 
 def test_nothing_is_packed_in_float64():
-    assert model_card(load_model("tiny-gpt2", dtype="float64")).prepacking == "none"
+    assert identify(load_model("tiny-gpt2", dtype="float64")).prepacking == "none"
 
 
 @torch.no_grad()
 def test_only_the_output_layer():
     model = load_model("tiny-llama")
-    ids, network = torch.arange(8)[None], network_of(model)
+    ids, network = torch.arange(8)[None], facts_of(model).network
     plain = model(ids)
     head = output_layer(network)
     with prepacked(network, "lm_head"):
@@ -318,7 +319,7 @@ def test_a_worker_computes_with_the_weights_of_the_cells_first_batch():
     without, usual = Worker(pack="off"), Worker()
     made = without.make_batch(cell, 0)
     assert made.record.model.prepacking == "none"
-    network = network_of(usual.model(cell))
+    network = facts_of(usual.model(cell)).network
     again = usual.make_batch(cell, 0, "none")
     assert again.trace.equals(made.trace)
     assert again.record.model.prepacking == "none"

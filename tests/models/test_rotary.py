@@ -34,9 +34,10 @@ from lapa2_interp.circuits.examples import ContrastExample
 from lapa2_interp.generation.plan import plan_batches
 from lapa2_interp.methods.chat import chat_task
 from lapa2_interp.methods.registry import find_class
-from lapa2_interp.models import model_card
+from lapa2_interp.models import identify
 from lapa2_interp.models.cache_name import cache_name
-from lapa2_interp.models.card import network_of, short_context
+from lapa2_interp.models.configuration import short_context
+from lapa2_interp.models.facts import facts_of
 from lapa2_interp.models.load import load_model
 from lapa2_interp.models.rotary import refuse_mixed_rotary
 from lapa2_interp.models.sizes import model_size
@@ -134,10 +135,10 @@ def test_decoding_is_a_fresh_pass_at_every_step(model, first):
     assert len(layout.ids) == first
     assert tokens == fresh(model, layout, tokens)
     (tokens,) = tokens_of(decode(model, cell(model, [prompt], None)))
-    plain = network_of(model).generate(
+    plain = facts_of(model).network.generate(
         layout.tensor, attention_mask=torch.ones_like(layout.tensor), max_new_tokens=8,
         do_sample=False, eos_token_id=None, pad_token_id=1,
-    ) if model_card(model).model_class == PLAIN else None  # fmt: skip
+    ) if identify(model).model_class == PLAIN else None  # fmt: skip
     assert plain is None or plain[0, first:].tolist() == tokens
 
 
@@ -162,7 +163,7 @@ def test_a_text_that_crosses_is_refused_before_a_token(model, new):
 
 
 def test_the_limit_is_on_the_card_and_known_without_weights(model, folder):
-    assert model_card(model).short_ctx == LIMIT == model_size(folder).short_ctx
+    assert identify(model).short_ctx == LIMIT == model_size(folder).short_ctx
     assert model_size("tiny-llama").short_ctx is None
 
 
@@ -269,7 +270,7 @@ def nll_of(network, ids):
 
 
 def test_the_likelihood_of_a_text_is_that_of_fresh_passes(models):
-    network = network_of(models[PLAIN])
+    network = facts_of(models[PLAIN]).network
     rng = torch.Generator().manual_seed(0)
     texts = [torch.randint(3, 250, (n,), generator=rng).tolist() for n in (40, 10, 24, 25, 26, 60)]
     rows = TextRows.of(texts, (0,))
@@ -332,7 +333,7 @@ def test_soft_prefixes_are_of_short_texts(model):
     ):
         in_one_pass(model, far, soft)
     with pytest.raises(PrefixError, match="context of 24; give at most 18 tokens"):
-        check_context(network_of(model), model.tokenizer, TASK, ["good"], 5, 20)
+        check_context(facts_of(model).network, model.tokenizer, TASK, ["good"], 5, 20)
 
 
 def test_circuits_stay_within_the_switch(model):
@@ -360,7 +361,7 @@ def test_a_long_text_is_read_in_one_pass_of_its_own(model):
 def test_generate_inside_a_block_crosses_as_transformers_does(models):
     """Phi-3 drops its cache at the switch, so every step is that of a fresh pass."""
     model = models[PLAIN]
-    network, layout = network_of(model), layout_of(model, prompt_of(model, 23))
+    network, layout = facts_of(model).network, layout_of(model, prompt_of(model, 23))
     asked = {
         "attention_mask": torch.ones_like(layout.tensor), "max_new_tokens": 16,
         "do_sample": False, "eos_token_id": None, "pad_token_id": 1,
@@ -386,9 +387,9 @@ def test_drafted_tokens_on_both_sides_of_the_switch_are_refused(models):
         with augmented(model, RULE, layout):
             if first == 23:
                 with pytest.raises(LayoutError, match="is asked for the logits of token 2"):
-                    network_of(model).generate(layout.tensor, **asked)
+                    facts_of(model).network.generate(layout.tensor, **asked)
                 continue
-            tokens = network_of(model).generate(layout.tensor, **asked)[0, first:].tolist()
+            tokens = facts_of(model).network.generate(layout.tensor, **asked)[0, first:].tolist()
         assert tokens == fresh(model, layout, tokens)
 
 
@@ -409,16 +410,16 @@ def test_right_padding_beyond_the_switch_is_refused(model):
     """It would change the factors of rows that end before it."""
     ids, mask = torch.full((1, 30), 5), torch.tensor([[1] * 10 + [0] * 20])
     with pytest.raises(LayoutError, match="a row of 10 tokens"):
-        network_of(model)(ids, attention_mask=mask, position_ids=torch.arange(30)[None])
+        facts_of(model).network(ids, attention_mask=mask, position_ids=torch.arange(30)[None])
     mask = torch.tensor([[0] * 20 + [1] * 10])  # left padding has position 0
     positions = torch.tensor([[0] * 20 + list(range(10))])
-    network_of(model)(ids, attention_mask=mask, position_ids=positions)
+    facts_of(model).network(ids, attention_mask=mask, position_ids=positions)
 
 
 @pytest.mark.parametrize("first", [20, LIMIT])
 @pytest.mark.parametrize("use", ["loaded", "bare"])
 def test_a_stale_cache_is_refused(models, folder, first, use):
-    network = network_of(models[PLAIN])
+    network = facts_of(models[PLAIN]).network
     if use == "bare":  # first met by a block, when its cache is there already
         network = Phi3ForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
     name = cache_name(network)
@@ -432,7 +433,7 @@ def test_a_stale_cache_is_refused(models, folder, first, use):
 
 
 def test_a_cache_of_long_texts_goes_on(models):
-    network = network_of(models[PLAIN])
+    network = facts_of(models[PLAIN]).network
     ids = torch.randint(3, 250, (1, 30), generator=torch.Generator().manual_seed(0))
     name = cache_name(network)
     with torch.no_grad():
@@ -468,7 +469,7 @@ def test_factors_by_layer_type_are_found():
 
 
 def test_one_check_stands_at_a_network(models):
-    network = network_of(models[PLAIN])
+    network = facts_of(models[PLAIN]).network
     parts = network, network.base_model
     before = [len(part._forward_pre_hooks) for part in parts]
     refuse_mixed_rotary(network)

@@ -12,7 +12,8 @@ from lapa2_interp import Augmentation, Layout, generate, teacher_forced
 from lapa2_interp._util.errors import ModelError
 from lapa2_interp.methods.registry import get_for_task, load_task
 from lapa2_interp.models import load as models
-from lapa2_interp.models.card import TransformersModel, hash_weights, model_card
+from lapa2_interp.models.card import hash_weights, identify
+from lapa2_interp.models.facts import TransformersModel
 from lapa2_interp.models.fingerprint import fingerprint, values_digest, weights_read_once
 
 
@@ -54,7 +55,7 @@ def test_a_model_in_several_places_makes_the_same_texts_and_traces(device, tmp_p
     ):
         model.cfg.default_prepend_bos = True
         # Packed weights round otherwise, and what lies elsewhere is not packed.
-        unpacked = model_card(model).model_copy(update={"prepacking": "none"})
+        unpacked = identify(model).model_copy(update={"prepacking": "none"})
         monkeypatch.setattr(model, "lapa2_card", unpacked)
         method, rule = get_for_task("preadd", task), Augmentation(alpha=1.0)
         todo = plan(model, method, task, "positive", ("The lake", "Once"), rule, 16, 2)
@@ -152,17 +153,17 @@ def test_offloaded_layers_are_not_prepacked(tmp_path):
     for device in PLACES:
         network, tokenizer, _ = models.load_transformers("tiny-llama")
         network = spread(network, device, str(tmp_path))
-        assert model_card(TransformersModel(network, tokenizer, "mine")).prepacking == "none"
+        assert identify(TransformersModel(network, tokenizer, "mine")).prepacking == "none"
 
 
 def test_edits_of_offloaded_weights_change_their_name(whole):
     network, tokenizer, _ = models.load_transformers("tiny-llama")
     stored = network.double().state_dict()
     model = TransformersModel(cpu_offload(network, "cpu", state_dict=stored), tokenizer, "mine")
-    before = model_card(model).weights
+    before = identify(model).weights
     for weights in (stored, whole.original_model.state_dict()):
         weights["model.layers.1.mlp.up_proj.weight"].data[0, 0] += 1
-    assert model_card(model).weights == hash_weights(whole) != before
+    assert identify(model).weights == hash_weights(whole) != before
 
 
 def test_weights_on_disk_are_read_one_by_one(tmp_path, monkeypatch):

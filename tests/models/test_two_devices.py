@@ -17,7 +17,7 @@ from lapa2_interp.attention.cached_heads import CachedHeads
 from lapa2_interp.attention.neurons import promoting_neurons
 from lapa2_interp.methods.registry import get_for_task, load_task
 from lapa2_interp.models import load as models
-from lapa2_interp.models.card import model_card
+from lapa2_interp.models.card import identify
 
 aten = torch.ops.aten
 INDEXING = (aten.index.Tensor, aten.index_put_.default, aten._index_put_impl_.default)
@@ -203,7 +203,7 @@ def test_two_devices_make_the_texts_and_traces_of_one(
         "cpu",
     )
     # Packed weights are for the CPU's products, and round otherwise.
-    unpacked = model_card(load(tiny)).model_copy(update={"prepacking": "none"})
+    unpacked = identify(load(tiny)).model_copy(update={"prepacking": "none"})
     monkeypatch.setattr(load(tiny), "lapa2_card", unpacked)
     for model in (two, load(tiny)):
         prompts, pairs = ("The lake", "A lake"), ((0, 1), (3, 2))

@@ -12,8 +12,9 @@ from safetensors.torch import load_file, save_file
 from lapa2_interp import Augmentation, Layout, augmented, circuits, load_model
 from lapa2_interp._util.errors import CircuitError, ModelError, ScoringError
 from lapa2_interp.generation.resolve import cell_of as make_cell
-from lapa2_interp.models import model_card
-from lapa2_interp.models.card import TransformersModel, hash_weights
+from lapa2_interp.models import identify
+from lapa2_interp.models.card import hash_weights
+from lapa2_interp.models.facts import TransformersModel
 from lapa2_interp.models.load import (
     check_hub,
     load_transformers,
@@ -101,13 +102,13 @@ def test_code_and_weights_in_another_place_are_hashed(folder, tmp_path):
 
 def test_weights_changed_in_memory_are_other_weights(folder):
     model = load_model(str(folder), device="cpu", model_class="TransformersModel")
-    before = model_card(model)
-    assert model_card(model) is before
+    before = identify(model)
+    assert identify(model) is before
     with torch.no_grad():
         model.original_model.lm_head.weight[3, 3] += 1
-    after = model_card(model)
+    after = identify(model)
     assert after.weights.endswith("(of the weights in memory, configuration and vocabulary)")
-    assert model_card(model) is after
+    assert identify(model) is after
     assert after.model_copy(update={"weights": before.weights}) == before
     cell = cell_of(model, "prefix", "sentiment", "positive", ("The lake",), None, length=12)
     assert len(decode(model, cell).texts) == 1
@@ -117,9 +118,9 @@ def test_weights_changed_in_memory_are_other_weights(folder):
 def test_another_dtype_is_other_weights(folder, kind):
     """`.to` writes through `.data`; a run would be told, and its key made, for the old dtype."""
     model = load_model(str(folder), device="cpu", model_class=kind)
-    before = model_card(model)
+    before = identify(model)
     (model if kind == "TransformerBridge" else model.original_model).to(torch.bfloat16)
-    after = model_card(model)
+    after = identify(model)
     assert (before.dtype, after.dtype) == ("float32", "bfloat16")
     assert after.weights.endswith("(of the weights in memory, configuration and vocabulary)")
     cell = make_cell(model, attribute="positive", prompts=["The lake"], length=12)
@@ -133,7 +134,7 @@ def test_models_made_elsewhere_are_told_apart():
         network, tokenizer, _ = load_transformers("tiny-llama")
         with torch.no_grad():
             network.lm_head.weight.mul_(scale)
-        hashes.append(model_card(TransformersModel(network, tokenizer, "mine")).weights)
+        hashes.append(identify(TransformersModel(network, tokenizer, "mine")).weights)
     assert hashes[0] == hashes[1] != hashes[2]
     assert hash_weights(load("tiny-llama")).startswith("sha256 ")
 
@@ -171,7 +172,7 @@ def test_quantised_weights_generate_and_take_the_bias(quantised):
         assert not torch.allclose(model(layout.tensor), plain)
     cell = cell_of(model, "prefix", "sentiment", "positive", ("The lake",), None, length=12)
     assert len(decode(model, cell).texts) == 1
-    assert model_card(model).weights.startswith("sha256 ")
+    assert identify(model).weights.startswith("sha256 ")
 
 
 def test_what_reads_weights_refuses_quantised_ones(quantised, monkeypatch):

@@ -20,7 +20,9 @@ from lapa2_interp.bias.padded_rows import PaddedRows
 from lapa2_interp.cli.app import main
 from lapa2_interp.generation.plan import plan_batches
 from lapa2_interp.methods import load_task
-from lapa2_interp.models.card import config_layer_types, layer_types, model_card
+from lapa2_interp.models.card import identify
+from lapa2_interp.models.configuration import config_layer_types
+from lapa2_interp.models.facts import facts_of
 from lapa2_interp.models.load import load_tokenizer
 from lapa2_interp.paper.propositions import stack_alphas
 
@@ -246,7 +248,7 @@ def test_curves_of_a_run_are_by_type_of_layer(load, capsys, tmp_path):
     assert main(["trace", str(tmp_path / "run")]) == 0
     assert "sliding 12" in capsys.readouterr().out
     manifest = run.manifest()
-    assert manifest.model.layer_types == KINDS["gemma3_text"] == model_card(model).layer_types
+    assert manifest.model.layer_types == KINDS["gemma3_text"] == identify(model).layer_types
 
 
 def test_commands_name_the_windows(load, capsys):
@@ -352,7 +354,7 @@ def test_all_classes_make_one_trace(load, model_class):
     traces = []
     for name in (model_class, "TransformersModel"):
         model = load("mistral", name)
-        assert layer_types(model) == KINDS["mistral"]
+        assert facts_of(model).layer_types == KINDS["mistral"]
         branch = Layout.of(model.tokenizer, PREFIX, PROMPT)
         traces.append(teacher_forced(model, branch, [list(range(70, 95))], Augmentation(alpha=0.4)))
     assert (np.abs(traces[0] - traces[1]).max().to_array() < 1e-6).all()

@@ -16,7 +16,8 @@ from lapa2_interp.bias.layout import Layout, left_pad
 from lapa2_interp.methods import load_task
 from lapa2_interp.methods import registry as methods
 from lapa2_interp.models.cache_name import cache_name
-from lapa2_interp.models.card import is_bridge, model_card
+from lapa2_interp.models.card import identify
+from lapa2_interp.models.facts import facts_of
 from lapa2_interp.models.load import load_tokenizer, wrap_in_bridge
 from lapa2_interp.prefixes.soft_prefix import cards_in, find_prefix, load_prefix, save_prefix
 from lapa2_interp.runs.run import finished_cell
@@ -77,7 +78,7 @@ def test_cached_decoding_equals_full_recomputation(tiny, model_class, shifted, p
     augmentation = Augmentation(alpha=0.7, profile=profile, phase=phase)
     augmentations = [augmentation] * 4 + [None]
     state = new_rows(model)
-    if not (shifted or is_bridge(model)):
+    if not (shifted or facts_of(model).backend != "hooked"):
         with pytest.raises(
             PrefixError, match="needs positions that start at 0.*use TransformerBridge"
         ):
@@ -93,7 +94,9 @@ def test_cached_decoding_equals_full_recomputation(tiny, model_class, shifted, p
     for row, (layout, prefix) in enumerate(zip(rows, prefixes, strict=True)):
         expected, _ = oracle_logits(model, layout, GENERATED, augmentations[row], prefix=prefix)
         # HookedTransformer rotates in float32 wherever its tables end up.
-        assert (measured[row] - expected).abs().max() < (1e-7 if is_bridge(model) else 1e-5)
+        assert (measured[row] - expected).abs().max() < (
+            1e-7 if facts_of(model).backend != "hooked" else 1e-5
+        )
         if prefix is not None:
             assert (
                 measured[row] - oracle_logits(model, layout, GENERATED, None)[0]
@@ -246,7 +249,7 @@ def test_a_prefix_of_another_model_or_shape_is_refused(tmp_path):
         dataclasses.replace(prefix, card=other_weights).check(gpt2)
     assert (
         "tiny-gpt2 with weights sha256 of others; this is tiny-gpt2 with weights"
-        f" {model_card(gpt2).weights}" in str(caught.value)
+        f" {identify(gpt2).weights}" in str(caught.value)
     )
     with pytest.raises(PrefixError, match=r"card says \(4, 4, 5, 8\) but keys are \(4, 4, 4, 8\)"):
         dataclasses.replace(prefix, keys=prefix.keys[:, :, :4])

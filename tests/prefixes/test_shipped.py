@@ -12,7 +12,7 @@ from conftest import generate, load
 from lapa2_interp import Augmentation
 from lapa2_interp.methods import load_task
 from lapa2_interp.methods import registry as methods
-from lapa2_interp.models import model_card
+from lapa2_interp.models import identify
 from lapa2_interp.prefixes.soft_prefix import (
     SHIPPED_SETS,
     cards_in,
@@ -74,7 +74,7 @@ def test_shipped_prefixes_steer(tmp_path):
             texts[attribute, alpha] = run.texts["text"].tolist()
             assert run.trace.sizes["prefix_token"] == 20
     assert len({tuple(drawn) for drawn in texts.values()}) == 4
-    assert model_card(model).name == "smollm2-135m"
+    assert identify(model).name == "smollm2-135m"
 
 
 @pytest.fixture(scope="module")
