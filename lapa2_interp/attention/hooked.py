@@ -27,29 +27,23 @@ from typing import Any, Protocol, runtime_checkable
 from jaxtyping import Float
 from torch import Tensor
 
-from lapa2_interp._util.errors import DeadHookError, LayoutError, TraceError
-from lapa2_interp.attention.batch_bias import CapCallback
-from lapa2_interp.attention.block_rows import BlockRows, FoundRows
-from lapa2_interp.bias.augmentation import (
-    Augmentation,
-    AugmentationLike,
-    active_augmentations,
-    broadcast_to_rows,
+from lapa2_interp._util.errors import DeadHookError, LayoutError
+from lapa2_interp.attention.found_rows import FoundRows
+from lapa2_interp.attention.guard import (
+    SINK_ERROR,
+    GuardedRows,
+    check_no_sink,
+    check_recorder,
+    open_rows,
 )
+from lapa2_interp.bias.augmentation import Augmentation, AugmentationLike
 from lapa2_interp.bias.find_spans import Absent, Occurrence, SpanFinder, Target
-from lapa2_interp.bias.layer_types import describe_layers
 from lapa2_interp.bias.layout import Layout
-from lapa2_interp.bias.recipes import resolve_recipes
-from lapa2_interp.models.attention_interface import (
-    AttentionHooks,
-    hook_attention,
-)
-from lapa2_interp.models.blocks import attach_hooks, has_open_block
+from lapa2_interp.models.attention_interface import AttentionHooks, hook_attention
+from lapa2_interp.models.blocks import attach_hooks
 from lapa2_interp.models.facts import Model, facts_of
 from lapa2_interp.models.hook_names import HOOK_PATTERN, HOOK_SCORES
 from lapa2_interp.models.machine import Attn
-from lapa2_interp.models.positions import rows_problem
-from lapa2_interp.models.rotary import refuse_mixed_rotary
 from lapa2_interp.models.span_attention import SpanScores
 
 
@@ -162,167 +156,120 @@ def augmented(
             dropped keys; or, under phase "predicting_only", a cache holds keys that were computed
             under the augmentation; or the network reads padded rows otherwise than alone
             (`positions.rows_problem`, tried once for each network by short passes). With `find`,
-            a row lacks the span, or a pass does not show its rows (`block_rows.FoundRows.of_pass`).
+            a row lacks the span, or a pass does not show its rows (`found_rows.FoundRows.of_pass`).
     """
-    facts = facts_of(model)
-    refuse_mixed_rotary(facts.network)
-    capped = getattr(observer, "capped", None)
-    searched: FoundRows | None = None
+    facts, capped = facts_of(model), getattr(observer, "capped", None)
+    found: FoundRows | None = None
     if find is None:
-        rows = _rows_of_layouts(model, augmentation, layout, check_ids, capped)
+        rows = open_rows(model, augmentation, layout, check_ids, capped)
     elif layout is not None:
         raise LayoutError("augmented was given a layout and find; give one of the two")
     else:
         tokenizer = getattr(model, "tokenizer", None) if tokenizer is None else tokenizer
         finder = SpanFinder(find, occurrence, absent, tokenizer)
-        searched = FoundRows(model, augmentation, finder, capped)
-        rows = searched.sample
-    bias = rows.bias
-    recorded = getattr(observer, "layer_types", None)
-    if recorded is not None and recorded != bias.layer_types:
-        raise TraceError(
-            f"the recorder is for a model of layers {describe_layers(recorded)}, and this one's are"
-            f" {describe_layers(bias.layer_types)}; give Recorder(...,"
-            " layer_types=facts_of(model).layer_types), of lapa2_interp.models"
-        )
-    unchecked = set(bias.score_law_layers)  # layers that may have a learned sink
-
-    def begin(arguments: dict[str, Any]) -> int:
-        nonlocal rows
-        if searched is not None:
-            rows = searched.of_pass(arguments)
-        return rows.check.begin(arguments)
-
-    # The hooks of a layer.
-    def check_sight(layer: int, scores: Tensor, first: int) -> None:
-        rows.check.check_sight(layer, bias.layer_types[layer], scores, first)
-
-    def add_bias(layer: int, scores: Tensor, first: int) -> Tensor:
-        rows.check_pass(scores.shape[2], scores.shape[3], first)
-        return rows.bias.add(layer, scores, first) if layer in bias.layers else scores
-
-    def add_bias_to_spans(layer: int, scores: SpanScores) -> None:
-        rows.check_pass(scores.n_queries, scores.n_keys, scores.first)
-        if layer in bias.layers:
-            rows.bias.add_to_spans(layer, scores)
-
-    def read_pattern(layer: int, pattern: Tensor, first: int) -> None:
-        if layer in unchecked:
-            unchecked.remove(layer)
-            _check_no_sink(pattern)
-        if observer is not None:
-            observer.observe(layer, pattern, first)
-
-    def read_spans(layer: int, scores: SpanScores) -> None:
-        if layer in unchecked:
-            unchecked.remove(layer)
-            _check_no_sink((scores.key_lse - scores.lse).exp()[..., None])
-        if observer is not None:
-            assert isinstance(observer, SpanObserver)
-            observer.observe_spans(layer, scores)
-
-    def needs_matrix(layer: int) -> str | None:
-        if layer in bias.factor_layers:
-            return "a law that multiplies scores"
-        return observer.needs_patterns(layer) if isinstance(observer, SpanObserver) else None
-
-    # Attach them.
-    keep = ExitStack()
-    if searched is not None:
-        keep.callback(facts_of(model).network.register_forward_hook(searched.keep).remove)
-    observed = facts_of(model).attention_layers if observer is not None else bias.layers
-    if facts.backend == "plain":
-        reads_spans = observer is None or isinstance(observer, SpanObserver)
-        hooks = AttentionHooks(
-            edit_scores=add_bias,
-            read_pattern=read_pattern,
-            check_sight=check_sight,
-            edit_spans=add_bias_to_spans,
-            read_spans=read_spans if reads_spans else None,
-            needs_matrix=needs_matrix,
-            paths=getattr(model, "paths", {}),
-        )
-        attn: Attn = getattr(model, "attn", "auto")
-        with keep, hook_attention(facts.network, hooks, begin, observed, attn):
-            yield hooks.paths if searched is None else searched.finder
-        return
-
-    def on_masked(scores: Tensor, hook: Any, layer: int) -> None:
-        check_sight(layer, scores, rows.check.first_query(scores))
-
-    def on_scores(scores: Tensor, hook: Any, layer: int) -> Tensor:
-        return add_bias(layer, scores, rows.check.first_query(scores))
-
-    def on_pattern(pattern: Tensor, hook: Any, layer: int) -> Tensor:
-        read_pattern(layer, pattern, rows.check.first_query(pattern))
-        return pattern.to(facts_of(model).dtype)
-
-    if facts_of(model).backend == "hooked":
-        observed = sorted({0, *observed})  # layer 0 gives the first query, and so the ids
-    sight_hooks, score_hooks, pattern_hooks = (
-        [(point.format(layer), partial(hook, layer=layer)) for layer in layers]
-        for point, hook, layers in (
-            (HOOK_SCORES, on_masked, bias.layers),
-            (HOOK_SCORES, on_scores, bias.layers),
-            (HOOK_PATTERN, on_pattern, observed),
-        )
-    )
-    with keep, attach_hooks(model, [*score_hooks, *pattern_hooks], begin, ahead=sight_hooks):
-        yield {} if searched is None else searched.finder
-
-
-def _rows_of_layouts(
-    model: Model,
-    augmentation: Any,
-    layout: Layout | Sequence[Layout] | None,
-    check_ids: bool,
-    capped: CapCallback | None,
-) -> BlockRows:
-    """The rows of a block whose layouts are given.
-
-    Raises:
-        LayoutError: As `augmented`.
-    """
-    if layout is None:
-        raise LayoutError(
-            "augmented was given no layout; give one, such as Layout.of(...), or find=..., a text"
-        )
-    layouts = list(layout) if isinstance(layout, Sequence) else [layout]
-    rules = _augmentations_of_rows(augmentation, layouts)
-    padded = facts_of(model).backend == "plain" and any(row_layout.pad for row_layout in layouts)
-    if padded and not has_open_block(model) and (problem := rows_problem(model)) is not None:
-        raise LayoutError(f"{problem}; read rows of one length together")
-    return BlockRows(model, rules, layouts, check_ids, capped)
-
-
-def _augmentations_of_rows(
-    augmentation: Augmentation | Sequence[AugmentationLike] | str | None, layouts: Sequence[Layout]
-) -> list[tuple[Augmentation, ...]]:
-    """The active augmentations of each row.
-
-    Raises:
-        LayoutError: Another number than of layouts, or one that is none; or a layout that is none.
-    """
-    rules = [
-        resolve_recipes(row)
-        for row in broadcast_to_rows(resolve_recipes(augmentation), len(layouts))
-    ]
-    flat = [rule for row in rules for rule in (row if isinstance(row, Sequence) else (row,))]
-    for value, kind in (
-        *((rule, Augmentation) for rule in flat if rule is not None),
-        *((l, Layout) for l in layouts),
-    ):
-        if not isinstance(value, kind):
-            raise LayoutError(
-                f"augmented(model, augmentation, layout) was given {value!r} for its"
-                f" {kind.__name__.lower()}"
+        found = FoundRows(model, augmentation, finder, capped)
+        rows = found.sample
+    check_recorder(observer, rows.bias.layer_types)
+    block, bias = _Block(rows, found, observer), rows.bias
+    read_layers = facts.attention_layers if observer is not None else bias.layers
+    with ExitStack() as stack:
+        if found is not None:  # the rows of a cache are known once the pass has returned it
+            stack.callback(facts.network.register_forward_hook(found.keep).remove)
+        if facts.backend == "plain":
+            reads_spans = observer is None or isinstance(observer, SpanObserver)
+            hooks = AttentionHooks(
+                check_sight=block.check_sight,
+                edit_scores=block.add_bias,
+                read_pattern=block.read_pattern,
+                edit_spans=block.add_bias_to_spans,
+                read_spans=block.read_spans if reads_spans else None,
+                needs_matrix=block.needs_matrix,
+                paths=getattr(model, "paths", {}),
             )
-    if not layouts or len(rules) != len(layouts):
-        raise LayoutError(
-            f"{len(rules)} augmentations for {len(layouts)} layouts; give one layout a row, and one"
-            " augmentation or as many"
-        )
-    return [active_augmentations(row) for row in rules]
+            attn: Attn = getattr(model, "attn", "auto")
+            stack.enter_context(hook_attention(facts, hooks, block.begin, read_layers, attn))
+            yield hooks.paths if found is None else found.finder
+            return
+
+        def on_masked(scores: Tensor, hook: Any, layer: int) -> None:
+            block.check_sight(layer, scores, block.rows.first_query(scores))
+
+        def on_scores(scores: Tensor, hook: Any, layer: int) -> Tensor:
+            return block.add_bias(layer, scores, block.rows.first)
+
+        def on_pattern(pattern: Tensor, hook: Any, layer: int) -> Tensor:
+            block.read_pattern(layer, pattern, block.rows.first_query(pattern))
+            return pattern.to(block.dtype)
+
+        if facts.backend == "hooked":
+            # Layer 0 tells the slot of the first query, and so which ids must have been read.
+            read_layers = sorted({0, *read_layers})
+        ahead = [(HOOK_SCORES.format(i), partial(on_masked, layer=i)) for i in bias.layers]
+        points = [(HOOK_SCORES.format(i), partial(on_scores, layer=i)) for i in bias.layers]
+        points += [(HOOK_PATTERN.format(i), partial(on_pattern, layer=i)) for i in read_layers]
+        stack.enter_context(attach_hooks(model, points, block.begin, ahead))
+        yield {} if found is None else found.finder
+
+
+class _Block:
+    """What runs in the passes of one `augmented` block, whatever the backend.
+
+    Attributes:
+        rows: The rows of the current pass; with `find` others in each.
+        dtype: The type of the model's patterns in this pass.
+    """
+
+    def __init__(
+        self, rows: GuardedRows, found: FoundRows | None, observer: Observer | None
+    ) -> None:
+        self.rows, self.found, self.observer = rows, found, observer
+        self.layers, self.factor_layers = set(rows.bias.layers), rows.bias.factor_layers
+        self.unchecked = set(rows.bias.score_law_layers)  # layers that may have a learned sink
+        self.dtype = rows.facts.dtype
+
+    def begin(self, arguments: dict[str, Any], first: int) -> None:
+        if self.found is not None:
+            self.rows = self.found.of_pass(arguments, first)
+        self.rows.begin(arguments, first)
+        self.dtype = self.rows.facts.dtype  # the weights may have been cast since the last pass
+
+    def check_sight(self, layer: int, scores: Tensor, first: int) -> None:
+        self.rows.check_sight(layer, scores)
+
+    def add_bias(self, layer: int, scores: Tensor, first: int) -> Tensor:
+        if self.rows.keys_checked != (scores.shape[2], scores.shape[3], first):
+            self.rows.check_keys(scores.shape[2], scores.shape[3])
+        return self.rows.bias.add(layer, scores, first) if layer in self.layers else scores
+
+    def add_bias_to_spans(self, layer: int, scores: SpanScores) -> None:
+        if self.rows.keys_checked != (scores.n_queries, scores.n_keys, scores.first):
+            self.rows.check_keys(scores.n_queries, scores.n_keys)
+        if layer in self.layers:
+            self.rows.bias.add_to_spans(layer, scores)
+
+    def read_pattern(self, layer: int, pattern: Tensor, first: int) -> None:
+        if layer in self.unchecked:
+            self.unchecked.remove(layer)
+            check_no_sink(pattern)
+        if self.observer is not None:
+            if pattern.shape[3] < first + pattern.shape[2]:
+                self.rows.refuse_dropped_keys(pattern)
+            self.observer.observe(layer, pattern, first)
+
+    def read_spans(self, layer: int, scores: SpanScores) -> None:
+        if layer in self.unchecked:
+            self.unchecked.remove(layer)
+            check_no_sink((scores.key_lse - scores.lse).exp()[..., None])
+        if self.observer is not None:
+            assert isinstance(self.observer, SpanObserver)
+            self.observer.observe_spans(layer, scores)
+
+    def needs_matrix(self, layer: int) -> str | None:
+        """The reason why a layer must form the matrix of scores, or None."""
+        if layer in self.factor_layers:
+            return "a law that multiplies scores"
+        observer = self.observer
+        return observer.needs_patterns(layer) if isinstance(observer, SpanObserver) else None
 
 
 @contextmanager
@@ -339,7 +286,7 @@ def refuse_sinks(model: Model) -> Iterator[None]:
         yield
         return
     hooks = [
-        (HOOK_PATTERN.format(layer), lambda pattern, hook: _check_no_sink(pattern))
+        (HOOK_PATTERN.format(layer), lambda pattern, hook: check_no_sink(pattern))
         for layer in facts_of(model).attention_layers
     ]
     with attach_hooks(model, hooks):
@@ -358,7 +305,7 @@ def edit_scores(model: Model, change: Callable[[int, Tensor], Tensor]) -> Iterat
     facts = facts_of(model)
     if facts.backend == "plain":
         hook = AttentionHooks(lambda layer, scores, _first: change(layer, scores))
-        with hook_attention(facts.network, hook, lambda _given: 0):
+        with hook_attention(facts, hook):
             yield
         return
     layers = facts_of(model).attention_layers
@@ -372,16 +319,3 @@ def edit_scores(model: Model, change: Callable[[int, Tensor], Tensor]) -> Iterat
     ]
     with attach_hooks(model, hooks):
         yield
-
-
-SINK_ERROR = (
-    "this model's attention has a learned sink beside its keys, so what reads the scores cannot"
-    " know or reach a share; use law log, scale or cut"
-)
-
-
-def _check_no_sink(pattern: Float[Tensor, "row head query key"]) -> None:
-    """Refuse a pattern that gives a share to a learned sink, which the scores do not show."""
-    shares = pattern[:, :, -1].sum(2)
-    if ((shares - 1).abs() > 0.02)[shares > 0].any():  # a HookedTransformer's padding has none
-        raise DeadHookError(SINK_ERROR)

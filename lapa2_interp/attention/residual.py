@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from lapa2_interp._util.errors import DeadHookError, ModelError
 from lapa2_interp.attention.cache import new_rows
-from lapa2_interp.attention.pass_check import n_cached_keys
 from lapa2_interp.bias.layout import Layout
 from lapa2_interp.models.blocks import OUTSIDE_ERROR, PassState, attach_hooks, open_block
 from lapa2_interp.models.facts import Model, ModelFacts, facts_of
@@ -38,38 +37,36 @@ def edited_residual(model: Model, edit: Edit, layers: Collection[int]) -> Iterat
         ModelError: The model's blocks are not found, or as `blocks.open_block`.
         DeadHookError: A pass does not come by a layer.
     """
-    first = 0
-
-    def begin(arguments: dict[str, Any]) -> None:
-        nonlocal first
-        if "tokens" not in arguments:  # of a HookedTransformer's embedding, which follows
-            first = n_cached_keys(arguments)
-
     facts = facts_of(model)
     if facts.backend != "plain":
+        first_query = 0
+
+        def note_first(arguments: dict[str, Any], first: int) -> None:
+            nonlocal first_query
+            first_query = first
 
         def on_stream(stream: Tensor, hook: Any, layer: int) -> Tensor | None:
-            return edit(layer, stream, first)
+            return edit(layer, stream, first_query)
 
         hooks = [(HOOK_RESIDUAL.format(layer), partial(on_stream, layer=layer)) for layer in layers]
-        with attach_hooks(model, hooks, begin):
+        with attach_hooks(model, hooks, note_first):
             yield
         return
 
     state, blocks = PassState(), _decoder_blocks(facts)
 
     def on_output(module: Any, args: tuple, output: Any, layer: int) -> Any:
-        if not state.running:
+        if state.thread is None:
             raise DeadHookError(OUTSIDE_ERROR)
         state.seen.add(layer)
         stream, *others = output if isinstance(output, tuple) else (output,)
-        edited = edit(layer, stream, first)
+        edited = edit(layer, stream, state.first)
         if edited is None:
             return None
         return (edited, *others) if isinstance(output, tuple) else edited
 
     with ExitStack() as undo:
-        undo.enter_context(open_block(facts.network, begin, state, layers))
+        undo.enter_context(open_block(facts.network, state, layers))
         for layer in layers:
             handle = blocks[layer].register_forward_hook(partial(on_output, layer=layer))
             undo.callback(handle.remove)

@@ -269,7 +269,7 @@ def static_rows(
     """`continued_rows` of a model that has no `static_problem`."""
     step, bias = _static_step(rows, len(index), capacity, augmentations, layouts)
     hooks, facts = AttentionHooks(step.edit, step.read), facts_of(rows.model)
-    with hook_attention(facts.network, hooks, lambda _given: 0, range(facts.n_layers)):
+    with hook_attention(facts, hooks, layers=range(facts.n_layers)):
         yield StaticRows(rows, index, step, bias, recorder)
 
 

@@ -44,7 +44,6 @@ from lapa2_interp.circuits.examples import ContrastExample, batches
 from lapa2_interp.circuits.metrics import Metric, Predictions
 from lapa2_interp.models.attention_interface import AttentionHooks, hook_attention
 from lapa2_interp.models.blocks import attach_hooks
-from lapa2_interp.models.cache_name import cache_of
 from lapa2_interp.models.card import prepacked_model
 from lapa2_interp.models.facts import Model, facts_of
 from lapa2_interp.models.hook_names import HOOK_Z
@@ -526,12 +525,11 @@ def _heads_from_copies(
     dtype = facts_of(model).dtype
     step = torch.finfo(dtype).eps
     nudge = torch.tensor([1 + step * (edit.replacement == "null") for edit in edits], dtype=dtype)
-    n_cached = 0
+    first_query = 0
 
-    def count_cached(kwargs: dict[str, Any]) -> int:
-        nonlocal n_cached
-        n_cached = int(cache_of(kwargs).get_seq_length())
-        return n_cached
+    def note_first(arguments: dict[str, Any], first: int) -> None:
+        nonlocal first_query
+        first_query = first
 
     def mix(
         layer: int, z: Float[Tensor, "row query head d_head"], first: int
@@ -553,12 +551,12 @@ def _heads_from_copies(
         return z
 
     if facts_of(model).backend == "plain":
-        with hook_attention(facts_of(model).network, AttentionHooks(edit_output=mix), count_cached):
+        with hook_attention(facts_of(model), AttentionHooks(edit_output=mix)):
             yield
         return
     hooks: list[tuple[str, Callable]] = [
-        (HOOK_Z.format(layer), lambda z, hook, layer=layer: mix(layer, z, n_cached))
+        (HOOK_Z.format(layer), lambda z, hook, layer=layer: mix(layer, z, first_query))
         for layer in range(begin, size[0])
     ]
-    with attach_hooks(model, hooks, count_cached):
+    with attach_hooks(model, hooks, note_first):
         yield

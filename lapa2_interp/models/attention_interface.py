@@ -32,10 +32,15 @@ from transformers.masking_utils import AttentionMaskInterface, eager_mask
 
 from lapa2_interp._util.errors import DeadHookError, ModelError, parameter
 from lapa2_interp.bias.layer_types import LayerType, describe_runs
-from lapa2_interp.models.blocks import ATTENTION_NAME, OUTSIDE_ERROR, PassState, open_block
-from lapa2_interp.models.cache_name import cache_of
-from lapa2_interp.models.configuration import decoder_size
-from lapa2_interp.models.facts import Model, TransformersModel, facts_of
+from lapa2_interp.models.blocks import (
+    ATTENTION_NAME,
+    OUTSIDE_ERROR,
+    Begin,
+    PassState,
+    change_nothing,
+    open_block,
+)
+from lapa2_interp.models.facts import Model, ModelFacts, TransformersModel, facts_of
 from lapa2_interp.models.machine import Attn, machine_memory
 from lapa2_interp.models.offloaded import device_of
 from lapa2_interp.models.span_attention import SpanScores
@@ -165,44 +170,32 @@ def describe_paths(model: Model) -> str:
     return "; ".join([FUSED, *(f"layers {describe_runs(some)}: {why}" for why, some in layers)])
 
 
-def _size_of_pass(arguments: dict[str, Any]) -> tuple[int, int, int]:
-    """Rows, queries and keys of a pass; one of each where it does not say."""
-    read = arguments.get("input_ids")
-    read = arguments.get("inputs_embeds") if read is None else read
-    rows, queries = (1, 1) if read is None else read.shape[:2]
-    cache = cache_of(arguments)
-    return rows, queries, queries + (0 if cache is None else int(cache.get_seq_length()))
-
-
-def check_matrix_fits(network: Any, arguments: dict[str, Any], path: str) -> None:
+def check_matrix_fits(
+    facts: ModelFacts, n_rows: int, n_queries: int, n_keys: int, path: str
+) -> None:
     """Refuse a pass with a matrix of scores that is larger than the machine's memory.
 
     Args:
-        arguments: Those of the pass.
         path: Why it forms the matrix.
 
     Raises:
         ModelError: It is: scores and pattern of one layer, in float32, do not fit.
     """
-    rows, queries, keys = _size_of_pass(arguments)
-    if rows * queries * keys < AUTO_SCORES:
-        return
-    heads = decoder_size(network.config.get_text_config())[1]
-    size, memory = 8 * rows * heads * queries * keys, machine_memory()
+    size, memory = 8 * n_rows * facts.n_heads * n_queries * n_keys, machine_memory()
     if size > memory:
         raise ModelError(
-            f"{rows} x {queries} tokens, read at once, form {size / 1e9:.0f} GB of attention scores"
-            f" and patterns in each layer, and the machine has {memory / 1e9:.0f} GB ({path}); load"
-            f" the model as TransformersModel with {parameter('attn', 'fused')}, or read fewer at"
-            " once, behind a cache"
+            f"{n_rows} x {n_queries} tokens, read at once, form {size / 1e9:.0f} GB of attention"
+            f" scores and patterns in each layer, and the machine has {memory / 1e9:.0f} GB"
+            f" ({path}); load the model as TransformersModel with {parameter('attn', 'fused')}, or"
+            " read fewer at once, behind a cache"
         )
 
 
 @contextmanager
 def hook_attention(
-    network: Any,
+    facts: ModelFacts,
     hooks: AttentionHooks,
-    begin: Callable[[dict[str, Any]], int],
+    begin: Begin = change_nothing,
     layers: Collection[int] = (),
     attn: Attn = "auto",
 ) -> Iterator[None]:
@@ -212,8 +205,8 @@ def hook_attention(
     left.
 
     Args:
-        begin: Called before a pass with its arguments by name, to which it may add; returns the
-            slot of its first query.
+        facts: Those of a model of backend "plain".
+        begin: As `Begin`.
         layers: Layers in which every pass must call the hooks.
         attn: When a pass goes without the matrix (`path_of_pass`); the innermost block's counts.
 
@@ -222,6 +215,7 @@ def hook_attention(
             not called the hooks of a layer.
         ModelError: As `blocks.open_block`.
     """
+    network = facts.network
     if not network._can_set_attn_implementation():
         raise DeadHookError(
             f"{type(network).__name__} computes its attention without transformers' attention"
@@ -229,57 +223,62 @@ def hook_attention(
             " (TransformerBridge, which checks)"
         )
 
-    def before(arguments: dict[str, Any]) -> None:
-        hooks.first = begin(arguments)
+    def before(arguments: dict[str, Any], first: int) -> None:
+        hooks.first = first
+        begin(arguments, first)
         outer = arguments.get(ATTENTION_NAME)
         blocks = (*(outer.hooks if outer else ()), hooks)
-        arguments[ATTENTION_NAME] = described = _describe_pass(network, arguments, blocks, attn)
-        if described.path != FUSED:
-            check_matrix_fits(network, arguments, described.path)
+        inputs = arguments.get("input_ids")
+        inputs = arguments.get("inputs_embeds") if inputs is None else inputs
+        n_rows, n_queries = (1, 1) if inputs is None else inputs.shape[:2]
+        n_keys = first + n_queries
+        path = _path_of_blocks(network, arguments, blocks, attn, n_queries, n_keys)
+        if path == FUSED:
+            mask, layer_types = arguments.get("attention_mask"), facts.layer_types
+            arguments[ATTENTION_NAME] = _Pass(blocks, path, n_keys, mask, layer_types)
+        else:
+            arguments[ATTENTION_NAME] = _Pass(blocks, path, n_keys, None, ())
+            if n_rows * n_queries * n_keys >= AUTO_SCORES:
+                check_matrix_fits(facts, n_rows, n_queries, n_keys, path)
         arguments.update(_arguments_for_all_queries(network, arguments))
         now = network.config._attn_implementation
-        name = FUSED_NAME if described.path == FUSED else ATTENTION_NAME
+        name = FUSED_NAME if path == FUSED else ATTENTION_NAME
         if now != name and now in (FUSED_NAME, ATTENTION_NAME):  # not what others have set since
             network.set_attn_implementation(name)
 
-    with open_block(network, before, hooks.state, layers, attention=True):
+    with open_block(network, hooks.state, layers, before, attention=True):
         yield
 
 
 def read_without_matrix(model: TransformersModel) -> AbstractContextManager[None]:
     """A block in which nothing is changed, and passes go without the matrix."""
-    return hook_attention(model.original_model, AttentionHooks(), lambda _given: 0, attn="fused")
+    return hook_attention(facts_of(model), AttentionHooks(), attn="fused")
 
 
-def _describe_pass(
-    network: Any, arguments: dict[str, Any], blocks: tuple[AttentionHooks, ...], attn: Attn
-) -> _Pass:
-    """What the layers of a pass must know."""
-    _, n_queries, n_keys = _size_of_pass(arguments)
+def _path_of_blocks(
+    network: Any,
+    arguments: dict[str, Any],
+    blocks: tuple[AttentionHooks, ...],
+    attn: Attn,
+    n_queries: int,
+    n_keys: int,
+) -> str:
+    """The path of a pass inside blocks: "fused", or the reason why it forms the matrix."""
     mask = arguments.get("attention_mask")
     returns_patterns = arguments.get("output_attentions")
     if returns_patterns is None:
         returns_patterns = getattr(network.config, "output_attentions", False)
     if n_queries == 1:
-        path = "one query"
-    elif any(block.edit_scores and not block.edit_spans for block in blocks):
-        path = "a block edits single scores"
-    elif any(block.read_pattern and not block.read_spans for block in blocks):
-        path = "an observer reads whole patterns"
-    elif returns_patterns:
-        path = "the pass returns its patterns"
-    elif mask is not None and not (isinstance(mask, Tensor) and mask.ndim == 2):
-        path = "the pass has a mask of its own"
-    else:
-        path = path_of_pass(attn, n_queries, n_keys, device_of(network).type)
-    fused = path == FUSED
-    return _Pass(
-        blocks,
-        path,
-        n_keys,
-        mask if fused else None,
-        facts_of(network).layer_types if fused else (),
-    )
+        return "one query"
+    if any(block.edit_scores and not block.edit_spans for block in blocks):
+        return "a block edits single scores"
+    if any(block.read_pattern and not block.read_spans for block in blocks):
+        return "an observer reads whole patterns"
+    if returns_patterns:
+        return "the pass returns its patterns"
+    if mask is not None and not (isinstance(mask, Tensor) and mask.ndim == 2):
+        return "the pass has a mask of its own"
+    return path_of_pass(attn, n_queries, n_keys, device_of(network).type)
 
 
 def _arguments_for_all_queries(network: Any, kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -10,17 +10,18 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
-from threading import RLock, local
+from functools import partial
+from threading import RLock, get_ident, local
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 
 from lapa2_interp._util.errors import DeadHookError, ModelError
-from lapa2_interp.models.cache_name import cache_of
+from lapa2_interp.models.cache_name import NEW, OLD
 from lapa2_interp.models.facts import Model, facts_of
 
 ATTENTION_NAME = "lapa2"
@@ -46,19 +47,31 @@ REMOVED_CAUSES = (
 )
 
 
+Begin = Callable[[dict[str, Any], int], None]
+"""Called before a pass with its arguments by name, to which it may add, and the slot of its first
+query."""
+
+
+def change_nothing(arguments: dict[str, Any], first: int) -> None:
+    """The `Begin` of blocks that need nothing of a pass's arguments."""
+
+
 @dataclass
 class PassState:
     """The state of a block in the current forward pass.
 
     Attributes:
         seen: The places (layers or names of hook points) where the block's hooks were called.
-        running: True if a pass has begun.
-        cache: The cache it was given, and the number of keys that it held.
+        thread: The number of the thread that runs the pass; None between passes.
+        first: The slot of its first query, which is the number of keys in its cache. A
+            HookedTransformer whose `forward` is called does not say it.
+        cache: The cache that transformers' pass was given.
     """
 
     seen: set[Hashable] = field(default_factory=set)
-    running: bool = False
-    cache: tuple[Any, int] = (None, 0)
+    thread: int | None = None
+    first: int = 0
+    cache: Any = None
 
 
 @dataclass
@@ -86,6 +99,13 @@ def arguments_by_name(module: Any, args: tuple, kwargs: dict[str, Any]) -> dict[
     """The arguments of a forward pass by name, also those given by position."""
     names = inspect.signature(module.forward).parameters if args else ()
     return dict(zip(names, args, strict=False)) | kwargs
+
+
+def cache_of(arguments: Mapping[str, Any]) -> Any:
+    """The cache that a pass of a transformers model is given, by the new name of this argument or
+    the old one (`cache_name`); None without one."""
+    cache = arguments.get(NEW)
+    return arguments.get(OLD) if cache is None else cache
 
 
 def check_no_checkpointing(network: Any) -> None:
@@ -120,9 +140,9 @@ def check_cache_grew(network: Any, grew: bool) -> None:
 @contextmanager
 def open_block(
     network: Any,
-    begin: Callable[[dict[str, Any]], None],
     state: PassState,
     places: Collection[Hashable],
+    begin: Begin = change_nothing,
     attention: bool = False,
     starts: Sequence[Any] = (),
     end: Any = None,
@@ -131,9 +151,9 @@ def open_block(
 
     Args:
         network: A transformers model, or a HookedTransformer.
-        begin: Called before a pass with the arguments by name, to which it may add.
         state: The state of the current pass, which the block's hooks update.
         places: The places that `state.seen` must hold at the end of a pass.
+        begin: As `Begin`.
         attention: Compute attention by our function inside the block.
         starts: Modules whose call begins a pass; the last of them is called in every complete pass.
             By default the network.
@@ -150,15 +170,21 @@ def open_block(
         if not any(module is start for start in starts):
             raise ModelError(COPY_ERROR)
         _check_thread(network)
-        check_no_checkpointing(network)
+        if network.training:
+            check_no_checkpointing(network)
         state.seen.clear()
-        state.running = module is starts[-1]
-        # Let the block add arguments, and note the cache.
+        state.thread = get_ident() if module is starts[-1] else None
         arguments = arguments_by_name(module, args, kwargs)
+        if "tokens" not in arguments:  # the embedding of a HookedTransformer gets ids alone
+            state.cache, hooked_cache = cache_of(arguments), arguments.get("past_kv_cache")
+            state.first = 0
+            if state.cache is not None:
+                # A copy as a number: some caches count in a tensor, which changes in the pass.
+                state.first = int(state.cache.get_seq_length())
+            elif hooked_cache is not None:
+                state.first = hooked_cache.previous_attention_mask.shape[1]
         added = dict(arguments)
-        if (cache := cache_of(arguments)) is not None:
-            state.cache = cache, int(cache.get_seq_length())  # some count in a tensor
-        begin(added)
+        begin(added, state.first)
         new = {name: value for name, value in added.items() if arguments.get(name) is not value}
         # An argument that is given by position, as None, cannot be given by name as well.
         if any(name in arguments and name not in kwargs for name in new):
@@ -166,14 +192,13 @@ def open_block(
         return args, kwargs | new
 
     def after(module: Any, args: tuple, output: Any) -> None:
-        running, state.running = state.running, False
-        (cache, held), state.cache = state.cache, (None, 0)
-        if output is None:  # the pass has raised an error
+        was_running, state.thread = state.thread is not None, None
+        cache, state.cache = state.cache, None
+        if output is None or not was_running:  # without an output the pass has raised an error
             return
-        if running and cache is not None:
-            check_cache_grew(network, bool(cache.get_seq_length() > held))
-        missing = [hooked_part for hooked_part in places if hooked_part not in state.seen]
-        if running and missing:
+        if cache is not None:
+            check_cache_grew(network, bool(cache.get_seq_length() > state.first))
+        if missing := [place for place in places if place not in state.seen]:
             first = f"layer {missing[0]}" if isinstance(missing[0], int) else missing[0]
             more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
             raise DeadHookError(
@@ -266,51 +291,48 @@ def _register_block(network: Any, attention: bool) -> Iterator[None]:
 def attach_hooks(
     model: Model,
     hooks: Sequence[tuple[str, Callable]],
-    begin: Callable[[dict[str, Any]], Any] = lambda _given: None,
+    begin: Begin = change_nothing,
     ahead: Sequence[tuple[str, Callable]] = (),
 ) -> Iterator[None]:
     """Attach hooks to a TransformerLens model in a block, which may close in any order.
 
     Args:
         hooks: Names of hook points, and the functions that are called there with tensor and hook.
-        begin: As in `open_block`; before a HookedTransformer embeds, with `tokens` alone.
+        begin: As `Begin`; before a HookedTransformer embeds, with `tokens` alone.
         ahead: Hooks that are called before all others at their points, also those of other blocks.
 
     Raises:
         DeadHookError: There is no such hook point, or a pass has not called one.
         ModelError: As `open_block`.
     """
-    state, network, points = PassState(), facts_of(model).network, model.hook_dict
-    # A HookedTransformer's `generate` calls its forward(), beside the hooks of the module itself.
-    ends = (
-        {}
-        if facts_of(model).backend != "hooked"
-        else {"starts": (model, model.embed), "end": model.unembed}
-    )
+    state, facts, points = PassState(), facts_of(model), model.hook_dict
+    network, ends = facts.network, dict[str, Any]()
+    if facts.backend == "hooked":  # its `generate` calls forward(), and so no hooks of the module
+        ends = {"starts": (model, model.embed), "end": model.unembed}
 
-    def guard(name: str, function: Callable, counts: bool) -> Callable:
-        def call(tensor: torch.Tensor, hook: Any) -> Any:
+    def call(tensor: torch.Tensor, hook: Any, function: Callable, place: str | None) -> Any:
+        if state.thread != get_ident():  # no pass runs in this thread
             _check_thread(network)
-            if not state.running and facts_of(model).backend != "hooked":
+            if facts.backend == "bridge":
                 raise DeadHookError(OUTSIDE_ERROR)
-            edited = function(tensor, hook)
-            if counts:
-                state.seen.add(name)
-            return edited
-
-        return call
+        edited = function(tensor, hook)
+        if place is not None:
+            state.seen.add(place)
+        return edited
 
     with ExitStack() as undo:
-        undo.enter_context(open_block(network, begin, state, [name for name, _ in hooks], **ends))
+        undo.enter_context(open_block(network, state, [name for name, _ in hooks], begin, **ends))
         for group, is_ahead in ((ahead, True), (hooks, False)):
             for name, function in group:
                 if (point := points.get(name)) is None:
                     raise DeadHookError(f"the model has no hook point {name}")
-                point.add_hook(guard(name, function, not is_ahead), prepend=is_ahead)
+                guarded = partial(call, function=function, place=None if is_ahead else name)
+                point.add_hook(guarded, prepend=is_ahead)
                 undo.callback(_detach, point, point.fwd_hooks[0 if is_ahead else -1])
         yield
 
 
 def _detach(point: Any, handle: Any) -> None:
+    """Remove one hook, which `reset_hooks` may have removed before."""
     handle.hook.remove()
     point.fwd_hooks[:] = [registered for registered in point.fwd_hooks if registered is not handle]

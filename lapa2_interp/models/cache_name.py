@@ -8,7 +8,6 @@ their own keep the old one. The bridges of TransformerLens 4.3 read old names al
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from inspect import signature
 from typing import Any
 
@@ -21,12 +20,6 @@ READ_BY_BRIDGES = (OLD, "cache_params")
 def cache_name(network: Any) -> str:
     """The name of the cache among the arguments and outputs of a transformers model."""
     return NEW if NEW in signature(network.forward).parameters else OLD
-
-
-def cache_of(arguments: Mapping[str, Any]) -> Any:
-    """The cache that a pass of a transformers model is given, by either name; None without one."""
-    cache = arguments.get(NEW)
-    return arguments.get(OLD) if cache is None else cache
 
 
 def let_bridges_read(network: Any) -> None:
@@ -70,4 +63,4 @@ def _to_new_name(part: Any, args: tuple, kwargs: dict[str, Any]) -> Call:
     if OLD not in kwargs:
         return args, kwargs
     rest = {name: value for name, value in kwargs.items() if name not in READ_BY_BRIDGES}
-    return args, rest | {NEW: cache_of(kwargs)}
+    return args, rest | {NEW: kwargs[OLD] if kwargs.get(NEW) is None else kwargs[NEW]}

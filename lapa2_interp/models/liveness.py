@@ -120,11 +120,10 @@ def _probe_attention(model: Model) -> Liveness:
         )
     # A pass with an edit, through the attention interface of a plain transformers model.
     if facts_of(model).backend == "plain":
-        network = facts_of(model).network
         try:
-            with hook_attention(network, AttentionHooks(edit, read), lambda _: 0):
+            with hook_attention(facts_of(model), AttentionHooks(edit, read)):
                 edited = model(ids).float()
-            with hook_attention(network, AttentionHooks(), lambda _: 0):
+            with hook_attention(facts_of(model), AttentionHooks()):
                 again = model(ids).float()
         except DeadHookError as error:
             return Liveness(0.0, DROPPED if str(error) == OUTSIDE_ERROR else str(error))

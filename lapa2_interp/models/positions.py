@@ -65,7 +65,7 @@ def _try_rows(model: Model) -> str | None:
         # In float64 the eager function of many families makes NaN of padding, and ours does not.
         ours: AbstractContextManager[None] = nullcontext()
         if facts_of(model).backend == "plain":
-            ours = hook_attention(network, AttentionHooks(), lambda _: 0)
+            ours = hook_attention(facts_of(model), AttentionHooks())
         try:
             with ours:
                 together = _log_probs(model, rows, **settings)

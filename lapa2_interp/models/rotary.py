@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from lapa2_interp._util.errors import LayoutError
-from lapa2_interp.models.blocks import arguments_by_name
-from lapa2_interp.models.cache_name import cache_of
+from lapa2_interp.models.blocks import arguments_by_name, cache_of
 from lapa2_interp.models.configuration import rotary_limit
 
 LONG_ATTRIBUTE = "lapa2_long"

@@ -8,7 +8,9 @@ from conftest import MODEL_CLASSES
 
 from lapa2_interp import Augmentation, Layout, PaddedRows, augmented, load_model, teacher_forced
 from lapa2_interp._util.errors import ModelError
-from lapa2_interp.attention.pass_check import has_weight
+from lapa2_interp.attention.guard import has_weight
+from lapa2_interp.bias.layer_types import LayerType
+from lapa2_interp.models.facts import facts_of
 from lapa2_interp.models.hook_names import HOOK_SCORES
 from lapa2_interp.models.load import load_transformers
 
@@ -118,11 +120,8 @@ def test_a_knock_out_is_no_mask(model_class):
 @pytest.mark.parametrize("model_class", MODEL_CLASSES)
 def test_a_window_that_the_mask_does_not_have_is_refused(model_class, monkeypatch):
     model = load_model("tiny-llama", "float64", device="cpu", model_class=model_class)
-    if model_class == "HookedTransformer":
-        monkeypatch.setattr(model.cfg, "use_local_attn", True)
-        monkeypatch.setattr(model.cfg, "window_size", 9)
-    else:
-        monkeypatch.setattr(model.original_model.config, "sliding_window", 9, raising=False)
+    sliding = (LayerType("sliding", 9),) * model.cfg.n_layers
+    monkeypatch.setattr(facts_of(model), "layer_types", sliding)
     with pytest.raises(ModelError, match="sliding 9 by .* sees the keys in slots 8-26, not 18-26;"):
         last_log_probs(model, RULES["log"], rows_of(model))
 

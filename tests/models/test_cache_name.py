@@ -8,12 +8,12 @@ from conftest import load
 from families import PLAIN
 from transformers import DynamicCache
 
+from lapa2_interp.models.blocks import cache_of
 from lapa2_interp.models.cache_name import (
     NEW,
     OLD,
     _to_old_names,
     cache_name,
-    cache_of,
     let_bridges_read,
 )
 from lapa2_interp.models.facts import facts_of

@@ -30,7 +30,7 @@ from lapa2_interp.models.attention_interface import (
     read_without_matrix,
 )
 from lapa2_interp.models.cache_name import cache_name
-from lapa2_interp.models.facts import TransformersModel
+from lapa2_interp.models.facts import TransformersModel, facts_of
 from lapa2_interp.paper.propositions import exponent_table, stack_alphas
 from lapa2_interp.runs.method_context import ModelContext
 from lapa2_interp.runs.worker import make_batch
@@ -208,10 +208,7 @@ def test_a_cache_may_have_more_slots_than_keys(model, cuts):
 @torch.no_grad()
 def test_a_mask_that_the_configuration_does_not_tell_is_refused(model, monkeypatch):
     """Its layers' types decide which keys are read, so they are compared with the model's mask."""
-    monkeypatch.setattr(
-        "lapa2_interp.models.attention_interface.layer_types",
-        lambda network: (LayerType("sliding", 16),) * 4,
-    )
+    monkeypatch.setattr(facts_of(model), "layer_types", (LayerType("sliding", 16),) * 4)
     model.attn = "fused"
     with (
         read_without_matrix(model),
@@ -301,7 +298,7 @@ def test_gradients_of_cached_keys_and_of_a_bias(family, rule, tmp_path):
 
         more = AttentionHooks(edit_scores=add, edit_spans=add_to_spans)
         with (
-            hook_attention(net, more, lambda _given: n),
+            hook_attention(facts_of(net), more),
             augmented(model, rule, layout) as paths,
         ):
             logits = net(ids_of(layout)[:, n:], past_key_values=cache).logits

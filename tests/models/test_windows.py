@@ -314,8 +314,7 @@ def test_every_model_with_a_window_hides_what_its_configuration_says():
 def test_a_mask_that_its_configuration_does_not_tell_is_refused(load, model_class, monkeypatch):
     """In a prompt, and in decoding within 64 tokens; not where all queries see all keys."""
     model = load("mistral", model_class)
-    config = model.original_model.config
-    monkeypatch.setattr(config, "layer_types", ["full_attention"] * 2, raising=False)
+    monkeypatch.setattr(facts_of(model), "layer_types", (FULL_ATTENTION,) * 2)
     branch, rule = Layout.of(model.tokenizer, "Go:", " on"), Augmentation(alpha=1)
     long = left_pad([branch, Layout.of(model.tokenizer, PREFIX, PROMPT)])
     message = "layer 0 is of type full .* sees the keys in slots 7-18, not 0-18;"

@@ -1,23 +1,22 @@
-"""The rows that the passes of a block read: their layouts, bias and check.
+"""The rows of a block whose spans are found in what its passes read (`augmented` with `find`).
 
-They are given, or found in the ids of each first pass and kept for the passes behind its cache.
+They are found in the ids of each first pass, and kept for the passes behind its cache.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from jaxtyping import Bool, Int
+from jaxtyping import Int
 from torch import Tensor
 from transformers import Cache
 
 from lapa2_interp._util.errors import AugmentationError, LayoutError
-from lapa2_interp.attention.batch_bias import BatchBias, CapCallback
-from lapa2_interp.attention.pass_check import PassCheck, check_cache_complete, n_cached_keys
+from lapa2_interp.attention.batch_bias import CapCallback
+from lapa2_interp.attention.guard import GuardedRows
 from lapa2_interp.bias.augmentation import (
     Augmentation,
     AugmentationLike,
@@ -26,8 +25,7 @@ from lapa2_interp.bias.augmentation import (
 from lapa2_interp.bias.find_spans import SpanFinder
 from lapa2_interp.bias.layout import Layout
 from lapa2_interp.bias.recipes import resolve_recipes
-from lapa2_interp.models.blocks import has_open_block
-from lapa2_interp.models.cache_name import cache_of
+from lapa2_interp.models.blocks import cache_of, has_open_block
 from lapa2_interp.models.facts import Model, facts_of
 from lapa2_interp.models.positions import rows_problem
 
@@ -43,66 +41,12 @@ GUESSES = (
 """The end of the sentence about a pass that reads guesses."""
 
 
-class BlockRows:
-    """Rows of one length or padded to it.
-
-    Args:
-        rules: The active augmentations of each row.
-        layouts: One for each row.
-        check_ids: Refuse passes that read other tokens.
-        capped: Called with the biases that were cut at +-BIAS_CAP.
-        live: By row and slot of the first pass, False on padding, also after the text.
-
-    Raises:
-        AugmentationError, LayoutError: As `BatchBias`.
-    """
-
-    def __init__(
-        self,
-        model: Model,
-        rules: Sequence[tuple[Augmentation, ...]],
-        layouts: Sequence[Layout],
-        check_ids: bool = True,
-        capped: CapCallback | None = None,
-        live: Bool[Tensor, "row query"] | None = None,
-    ) -> None:
-        facts = facts_of(model)
-        self.bias = BatchBias(
-            rules,
-            layouts,
-            (facts.n_layers, facts.n_heads),
-            facts.layer_types,
-            may_repeat=facts.is_bare,
-            capped=capped,
-        )
-        self.check = PassCheck(model, layouts, check_ids, live)
-        self.can_grow = live is None or bool(live[:, -1].all())
-        self._augmented_slot: float = math.inf  # of a query whose keys and values are augmented
-
-    def check_pass(self, n_queries: int, n_keys: int, first: int) -> None:
-        """Refuse a pass whose keys are not those of the rows."""
-        check_cache_complete(n_queries, n_keys, first)
-        if n_keys < self.bias.last_key and not self.check.is_ours:
-            raise LayoutError(
-                f"the span ends at slot {self.bias.last_key} but the forward pass has"
-                f" {n_keys} keys; feed the layout's own ids (layout.tensor)"
-            )
-        if first > self._augmented_slot:
-            raise LayoutError(
-                "under phase 'predicting_only' a cache must not keep keys of the query that"
-                " predicts; use new_rows(model, rules), a pass over the whole text, or"
-                " phase 'last_query'"
-            )
-        last = first + n_queries - 1
-        self._augmented_slot = last if self.bias.query_phase_acts_on(last) else math.inf
-
-
 class FoundRows:
     """Rows whose spans are found in what the passes of a block read.
 
     Args:
         augmentation: Of every row.
-        capped: As `BlockRows`.
+        capped: As `GuardedRows`.
 
     Attributes:
         sample: Rows of an example, with the layers of all that follow.
@@ -128,16 +72,16 @@ class FoundRows:
             )
         self.model, self.finder, self.capped = model, finder, capped
         self.rules = _rules_to_find(augmentation)
-        self.sample = BlockRows(model, [self.rules], [SAMPLE], capped=capped)
+        self.sample = GuardedRows(model, [self.rules], [SAMPLE], capped=capped)
         self.padding_problem = None
         if facts.backend == "plain" and not has_open_block(model):
             self.padding_problem = rows_problem(model)
-        self._by_cache: WeakKeyDictionary[Any, BlockRows] = WeakKeyDictionary()
+        self._by_cache: WeakKeyDictionary[Any, GuardedRows] = WeakKeyDictionary()
         self._last = self.sample
         self._read: Tensor | None = None  # the ids of the last pass that was to keep no cache
 
-    def of_pass(self, arguments: dict[str, Any]) -> BlockRows:
-        """The rows of a pass with these arguments.
+    def of_pass(self, arguments: dict[str, Any], first: int) -> GuardedRows:
+        """The rows of a pass with these arguments, whose first query has this slot.
 
         Raises:
             LayoutError: It has no ids, a filled cache, a piece of a prompt, no cache in a text that
@@ -150,7 +94,7 @@ class FoundRows:
                 "spans are found in token ids, and the pass was given inputs_embeds; give it"
                 " input_ids, or give augmented(...) layouts"
             )
-        if n_cached_keys(arguments):
+        if first:
             self._last = self._behind(cache, ids)
             return self._last
         self._check_not_read_again(ids, arguments)
@@ -171,7 +115,7 @@ class FoundRows:
             if isinstance(value, Cache):
                 self._by_cache[value] = self._last
 
-    def _behind(self, cache: Any, ids: Int[Tensor, "row query"]) -> BlockRows:
+    def _behind(self, cache: Any, ids: Int[Tensor, "row query"]) -> GuardedRows:
         rows = self._by_cache.get(cache)
         if rows is None:
             raise LayoutError(
@@ -179,7 +123,7 @@ class FoundRows:
                 " spans cannot be found; read the whole text in one pass inside the block, or give"
                 " layouts"
             )
-        first_pass, left = rows.check.live.shape[1], int(cache.get_seq_length())
+        first_pass, left = rows.live.shape[1], int(cache.get_seq_length())
         if left < first_pass:
             raise LayoutError(
                 f"the cache was cut to {left} of the {first_pass} tokens of its first pass,"
@@ -214,7 +158,7 @@ class FoundRows:
                 " generate with use_cache=True"
             )
 
-    def _found(self, ids: Int[Tensor, "row query"], mask: Any) -> BlockRows:
+    def _found(self, ids: Int[Tensor, "row query"], mask: Any) -> GuardedRows:
         """The rows of a first pass."""
         live = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask
         if not isinstance(live, Tensor) or live.shape != ids.shape:
@@ -242,7 +186,7 @@ class FoundRows:
             rules.append(_rules_on(self.rules, positions) if same == row else rules[same])
         if self.padding_problem and any(pads):
             raise LayoutError(f"{self.padding_problem}; read rows of one length together")
-        return BlockRows(self.model, rules, layouts, capped=self.capped, live=live)
+        return GuardedRows(self.model, rules, layouts, capped=self.capped, live=live)
 
 
 def _rules_to_find(augmentation: Any) -> tuple[Augmentation, ...]:
