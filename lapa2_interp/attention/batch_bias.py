@@ -57,7 +57,7 @@ class _PassTerm:
     keys: Bool[Tensor, "row _"]
     heads: Bool[Tensor, "layer row head"]
 
-    def of_heads(
+    def in_heads(
         self, layer: int, b: Float[Tensor, "row #head query *key"]
     ) -> Float[Tensor, "row #head query *key"]:
         """A bias in the term's heads of a layer, and 0 in all others."""
@@ -68,8 +68,6 @@ class _PassTerm:
 
     def to_device(self, device: torch.device) -> _PassTerm:
         """A copy on another device: a model may span several."""
-        if self.keys.device == device:
-            return self
         tensors: dict[str, Any] = {
             name: value.to(device)
             for name, value in vars(self).items()
@@ -85,11 +83,11 @@ class _LengthPassTerm(_PassTerm):
     b: Float[Tensor, "row 1 query"]
     b_keys: Float[Tensor, "row 1 query key"] | None = None
 
-    def on_keys(self, n_keys: int) -> Float[Tensor, "row 1 query key"]:
-        """`b` on the term's keys, made once for the layers of a pass."""
-        if self.b_keys is None:
+    def in_layer(self, layer: int, n_keys: int) -> Float[Tensor, "row #head query key"]:
+        """`b` on the term's keys in its heads of a layer."""
+        if self.b_keys is None:  # it is the same in all layers of a pass
             self.b_keys = _on_keys(self.keys, self.b, n_keys)
-        return self.b_keys
+        return self.b_keys if self.static.every_head else self.in_heads(layer, self.b_keys)
 
 
 @dataclass
@@ -105,8 +103,9 @@ class _FactorPassTerm(_LengthPassTerm):
         """The scores times the factor; those that a mask hides, at most `lowest`, as they are."""
         assert self.beyond is not None
         later = torch.arange(scores.shape[3], device=scores.device) >= self.keys.shape[1]
-        b_keys = torch.where(self.beyond & later, self.b[..., None], self.on_keys(scores.shape[3]))
-        return torch.where(scores > lowest, scores * (1 + self.of_heads(layer, b_keys)), scores)
+        b_keys = _on_keys(self.keys, self.b, scores.shape[3])
+        b_keys = torch.where(self.beyond & later, self.b[..., None], b_keys)
+        return torch.where(scores > lowest, scores * (1 + self.in_heads(layer, b_keys)), scores)
 
 
 @dataclass
@@ -173,10 +172,13 @@ class BatchBias:
             if augmentation.phase == "predicting_only"
         ]
         self.current_pass: tuple[range, int] = (range(0), 0)
-        self.terms: dict[LayerType, list[_PassTerm]] = {}
-        self.has_joint_targets = [self._can_meet(row) for row in score_rules]
-        self._check_joint(score_rules)
-        self._check_blocked(length_rules)
+        self.pass_terms: dict[LayerType, list[_PassTerm]] = {}
+        # Only several that read the scores can meet, and only cuts of all weight block a key.
+        self.has_joint_targets = [len(row) > 1 and self._can_meet(row) for row in score_rules]
+        if any(self.has_joint_targets):
+            self._check_joint(score_rules)
+        if any(rule.law == "cut" for row in length_rules for rule in row):
+            self._check_blocked(length_rules)
 
     def _can_meet(self, augmentations: Sequence[Augmentation]) -> bool:
         """True if any two of a row's augmentations can act at one query of one head."""
@@ -269,48 +271,6 @@ class BatchBias:
                     " blocked; leave one, such as its own or BOS"
                 )
 
-    def query_phase_acts_on(self, slot: int) -> bool:
-        """True if an augmentation of phase "predicting_only" acts on a query in this slot, the last
-        of its pass."""
-        return any(
-            layout.acts(augmentation, np.array([slot]))[0]
-            for augmentation, layout in self.query_phase_rules
-        )
-
-    def _terms(
-        self, layer_type: LayerType, device: torch.device, wide: torch.dtype
-    ) -> list[_PassTerm]:
-        """The terms of this pass in layers of one type, without those that add nothing."""
-        if layer_type not in self.terms:
-            queries, copies = self.current_pass
-            slots = np.array(queries)
-
-            def copy_rows(
-                values: np.ndarray, axis: int = 0, dtype: torch.dtype = torch.bool
-            ) -> Tensor:
-                """In `generate`, copies of a row (sequences or beams) follow each other."""
-                on_device = torch.from_numpy(values).to(device, dtype, non_blocking=True)
-                return on_device.repeat_interleave(copies, axis)
-
-            terms: list[_PassTerm] = []
-            for term in (*self.factor_terms, *self.length_terms):
-                b = term.length_biases(slots, layer_type)
-                if b.any():
-                    keys, heads = copy_rows(term.keys), copy_rows(term.heads, 1)
-                    b_rows = copy_rows(b, dtype=wide)[:, None]  # row 1 query
-                    made = _LengthPassTerm(term, keys, heads, b_rows)
-                    if term in self.factor_terms:
-                        beyond = copy_rows(term.of_all_keys)[:, None, None, None]
-                        made = _FactorPassTerm(term, keys, heads, b_rows, beyond=beyond)
-                    terms.append(made)
-            for term in self.score_terms:
-                acts = term.acting_queries(slots, layer_type)
-                if acts.any():
-                    keys, heads = copy_rows(term.keys), copy_rows(term.heads, 1)
-                    terms.append(_ScorePassTerm(term, keys, heads, copy_rows(acts)))
-            self.terms[layer_type] = terms
-        return self.terms[layer_type]
-
     def add(
         self, layer: int, scores: Float[Tensor, "row head query key"], first: int
     ) -> Float[Tensor, "row head query key"]:
@@ -327,7 +287,7 @@ class BatchBias:
         """
         wide = torch.promote_types(scores.dtype, torch.float32)
         queries = range(first, first + scores.shape[2])
-        terms = self._acting_terms(layer, len(scores), queries, scores.device, wide)
+        terms = self._terms_of(layer, len(scores), queries, scores.device, wide)
         if not terms:
             return scores
         # Multiply; add the biases that depend on the length (Algorithm 1, lines 7 and 15), then
@@ -338,7 +298,7 @@ class BatchBias:
             if isinstance(term, _FactorPassTerm):
                 scores = term.multiply(layer, scores, lowest)
             elif isinstance(term, _LengthPassTerm):
-                scores = scores + term.of_heads(layer, term.on_keys(scores.shape[3]))
+                scores = scores + term.in_layer(layer, scores.shape[3])
         score_terms = [term for term in terms if isinstance(term, _ScorePassTerm)]
         if score_terms:
             b = self._score_biases(partial(_log_sum, scores), len(scores), score_terms, layer)
@@ -346,7 +306,7 @@ class BatchBias:
                 self.capped(layer, (b.abs() >= BIAS_CAP).any(0), first)
             for term, b_term in zip(score_terms, b, strict=True):
                 b_keys = _on_keys(term.keys, b_term, scores.shape[3])
-                scores = scores + term.of_heads(layer, b_keys)
+                scores = scores + term.in_heads(layer, b_keys)
         return scores
 
     def add_to_spans(self, layer: int, scores: SpanScores) -> None:
@@ -357,10 +317,10 @@ class BatchBias:
         """
         queries = range(scores.first, scores.n_keys)
         device = scores.query.device
-        terms = self._acting_terms(layer, len(scores), queries, device, scores.wide)
+        terms = self._terms_of(layer, len(scores), queries, device, scores.wide)
         for term in terms:
             if isinstance(term, _LengthPassTerm):
-                scores.add(term.keys, term.of_heads(layer, term.b))
+                scores.add(term.keys, term.in_heads(layer, term.b))
         score_terms = [term for term in terms if isinstance(term, _ScorePassTerm)]
         if not score_terms:
             return
@@ -374,9 +334,9 @@ class BatchBias:
         if self.capped is not None:
             self.capped(layer, (b.abs() >= BIAS_CAP).any(0), scores.first)
         for term, b_term in zip(score_terms, b, strict=True):
-            scores.add(term.keys, term.of_heads(layer, b_term))
+            scores.add(term.keys, term.in_heads(layer, b_term))
 
-    def _acting_terms(
+    def _terms_of(
         self, layer: int, n_rows: int, queries: range, device: torch.device, wide: torch.dtype
     ) -> list[_PassTerm]:
         """The terms that act in a layer at the queries of a pass.
@@ -391,12 +351,47 @@ class BatchBias:
                 " one each"
             )
         if self.current_pass != (queries, copies):
-            self.current_pass, self.terms = (queries, copies), {}
+            self.current_pass, self.pass_terms = (queries, copies), {}
+        layer_type = self.layer_types[layer]
+        if layer_type not in self.pass_terms:  # all layers of a type have the same
+            self.pass_terms[layer_type] = self._make_terms(layer_type, device, wide)
         return [
-            term.to_device(device)
-            for term in self._terms(self.layer_types[layer], device, wide)
+            term if term.keys.device == device else term.to_device(device)
+            for term in self.pass_terms[layer_type]
             if layer in term.static.layers
         ]
+
+    def _make_terms(
+        self, layer_type: LayerType, device: torch.device, wide: torch.dtype
+    ) -> list[_PassTerm]:
+        """The terms of this pass in layers of one type, without those that add nothing."""
+        queries, copies = self.current_pass
+        slots = np.array(queries)
+        terms: list[_PassTerm] = []
+        for term in (*self.factor_terms, *self.length_terms, *self.score_terms):
+            b = term.by_query(slots, layer_type)  # row query; where the law acts if it reads scores
+            if not b.any():
+                continue
+            # In `generate`, copies of a row (sequences or beams) follow each other.
+            keys, b_rows, beyond = (
+                torch.from_numpy(values).to(device, dtype, non_blocking=True)
+                .repeat_interleave(copies, 0)
+                for values, dtype in (
+                    (term.keys, torch.bool),
+                    (b, torch.bool if term.reads_scores else wide),
+                    (term.of_all_keys, torch.bool),
+                )
+            )  # fmt: skip
+            heads = torch.from_numpy(term.heads).to(device, non_blocking=True)
+            heads = heads.repeat_interleave(copies, 1)
+            if term.reads_scores:
+                terms.append(_ScorePassTerm(term, keys, heads, b_rows))
+            elif term in self.factor_terms:
+                beyond = beyond[:, None, None, None]
+                terms.append(_FactorPassTerm(term, keys, heads, b_rows[:, None], beyond=beyond))
+            else:
+                terms.append(_LengthPassTerm(term, keys, heads, b_rows[:, None]))
+        return terms
 
     def _score_biases(
         self,

@@ -218,16 +218,16 @@ class GuardedRows:
         if self.is_padded and arguments.get("position_ids") is None and inputs is not None:
             self._add_positions(arguments, inputs)
 
-    def first_query(self, attention: Tensor) -> int:
-        """The slot of the first query, from scores or pattern [row head query key]."""
-        # A HookedTransformer's only cache concatenates, and its `generate` does not call the
-        # module's hooks; the bridge's cache may have more slots than live keys.
-        if self.facts.backend == "hooked":
-            self.first = attention.shape[3] - attention.shape[2]
-            ids, self.unread_ids = self.unread_ids, None
-            if ids is not None and self.check_ids:
-                self._check_ids(ids)
-        return self.first
+    def find_first_query(self, attention: Float[Tensor, "row head query key"]) -> None:
+        """Note the slot of the first query of a HookedTransformer's pass, and compare its ids.
+
+        Its `generate` does not call the module's hooks, so that `begin` does not know the slot. Its
+        only cache concatenates, so that scores and patterns show it.
+        """
+        self.first = attention.shape[3] - attention.shape[2]
+        ids, self.unread_ids = self.unread_ids, None
+        if ids is not None and self.check_ids:
+            self._check_ids(ids)
 
     def check_keys(self, n_queries: int, n_keys: int) -> None:
         """Refuse a pass whose keys are not those of the rows; asked in the first layer of a pass.
@@ -309,6 +309,8 @@ class GuardedRows:
     def _repeat_rows(self, table: Tensor, n_rows: int) -> Tensor | None:
         """A table of the layouts for the rows of a pass, in which the copies of a row follow each
         other; None if the pass has other rows, which `BatchBias` refuses."""
+        if n_rows == len(table):
+            return table
         copies, left = divmod(n_rows, len(table))
         return None if left else table.repeat_interleave(copies, 0)
 

@@ -21,9 +21,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
 
@@ -169,8 +171,10 @@ def augmented(
         finder = SpanFinder(find, occurrence, absent, tokenizer)
         found = FoundRows(model, augmentation, finder, capped)
         rows = found.sample
-    check_recorder(observer, rows.bias.layer_types)
-    block, bias = _Block(rows, found, observer), rows.bias
+    if observer is not None:
+        check_recorder(observer, facts.layer_types)
+    bias = rows.bias
+    block = _Block(rows, found, observer, set(bias.score_law_layers))
     read_layers = facts.attention_layers if observer is not None else bias.layers
     with ExitStack() as stack:
         if found is not None:  # the rows of a cache are known once the pass has returned it
@@ -178,7 +182,7 @@ def augmented(
         if facts.backend == "plain":
             reads_spans = observer is None or isinstance(observer, SpanObserver)
             hooks = AttentionHooks(
-                check_sight=block.check_sight,
+                check_sight=lambda layer, scores, _first: block.rows.check_sight(layer, scores),
                 edit_scores=block.add_bias,
                 read_pattern=block.read_pattern,
                 edit_spans=block.add_bias_to_spans,
@@ -192,14 +196,19 @@ def augmented(
             return
 
         def on_masked(scores: Tensor, hook: Any, layer: int) -> None:
-            block.check_sight(layer, scores, block.rows.first_query(scores))
+            if facts.backend == "hooked":
+                block.rows.find_first_query(scores)
+            block.rows.check_sight(layer, scores)
 
         def on_scores(scores: Tensor, hook: Any, layer: int) -> Tensor:
             return block.add_bias(layer, scores, block.rows.first)
 
         def on_pattern(pattern: Tensor, hook: Any, layer: int) -> Tensor:
-            block.read_pattern(layer, pattern, block.rows.first_query(pattern))
-            return pattern.to(block.dtype)
+            if facts.backend == "hooked":
+                block.rows.find_first_query(pattern)
+            if observer is not None or layer in block.unchecked:
+                block.read_pattern(layer, pattern, block.rows.first)
+            return pattern.to(block.dtype)  # a biased pattern is float32 in models of any type
 
         if facts.backend == "hooked":
             # Layer 0 tells the slot of the first query, and so which ids must have been read.
@@ -211,21 +220,22 @@ def augmented(
         yield {} if found is None else found.finder
 
 
+@dataclass
 class _Block:
     """What runs in the passes of one `augmented` block, whatever the backend.
 
     Attributes:
         rows: The rows of the current pass; with `find` others in each.
-        dtype: The type of the model's patterns in this pass.
+        found: Finds them, with `find`.
+        unchecked: Layers that may have a learned sink, which a law that reads scores cannot reach.
+        dtype: The type of the model's patterns in the current pass.
     """
 
-    def __init__(
-        self, rows: GuardedRows, found: FoundRows | None, observer: Observer | None
-    ) -> None:
-        self.rows, self.found, self.observer = rows, found, observer
-        self.layers, self.factor_layers = set(rows.bias.layers), rows.bias.factor_layers
-        self.unchecked = set(rows.bias.score_law_layers)  # layers that may have a learned sink
-        self.dtype = rows.facts.dtype
+    rows: GuardedRows
+    found: FoundRows | None
+    observer: Observer | None
+    unchecked: set[int]
+    dtype: torch.dtype = torch.float32
 
     def begin(self, arguments: dict[str, Any], first: int) -> None:
         if self.found is not None:
@@ -233,18 +243,16 @@ class _Block:
         self.rows.begin(arguments, first)
         self.dtype = self.rows.facts.dtype  # the weights may have been cast since the last pass
 
-    def check_sight(self, layer: int, scores: Tensor, first: int) -> None:
-        self.rows.check_sight(layer, scores)
-
     def add_bias(self, layer: int, scores: Tensor, first: int) -> Tensor:
         if self.rows.keys_checked != (scores.shape[2], scores.shape[3], first):
             self.rows.check_keys(scores.shape[2], scores.shape[3])
-        return self.rows.bias.add(layer, scores, first) if layer in self.layers else scores
+        bias = self.rows.bias
+        return bias.add(layer, scores, first) if layer in bias.layers else scores
 
     def add_bias_to_spans(self, layer: int, scores: SpanScores) -> None:
         if self.rows.keys_checked != (scores.n_queries, scores.n_keys, scores.first):
             self.rows.check_keys(scores.n_queries, scores.n_keys)
-        if layer in self.layers:
+        if layer in self.rows.bias.layers:
             self.rows.bias.add_to_spans(layer, scores)
 
     def read_pattern(self, layer: int, pattern: Tensor, first: int) -> None:
@@ -266,7 +274,7 @@ class _Block:
 
     def needs_matrix(self, layer: int) -> str | None:
         """The reason why a layer must form the matrix of scores, or None."""
-        if layer in self.factor_layers:
+        if layer in self.rows.bias.factor_layers:
             return "a law that multiplies scores"
         observer = self.observer
         return observer.needs_patterns(layer) if isinstance(observer, SpanObserver) else None

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Int, Shaped
 
 from lapa2_interp._util.errors import AugmentationError
 from lapa2_interp.bias.augmentation import Augmentation
@@ -65,6 +65,7 @@ class Term:
         self.of_all_keys = np.array(
             [rule is not None and rule.span == "all" for rule in augmentations]
         )
+        self.reads_scores = any(rule is not None and rule.reads_scores for rule in augmentations)
         self.rows_by_rule = {
             augmentation: [
                 row for row, row_rule in enumerate(augmentations) if row_rule == augmentation
@@ -73,41 +74,22 @@ class Term:
             if augmentation is not None and augmentation.reads_scores
         }
 
-    def length_biases(
+    def by_query(
         self, slots: Int[np.ndarray, " query"], layer_type: LayerType
-    ) -> Float[np.ndarray, "row query"]:
-        """b of every row and query in layers of one type, for laws that depend on the length."""
-        return self._by_row(
-            slots,
-            # `check_bias` also checks a user's custom law.
-            lambda augmentation, layout: augmentation.check_bias(
-                layout.bias(augmentation, slots, layer_type)
-            ),
-            np.zeros(len(slots)),
-        )
-
-    def acting_queries(
-        self, slots: Int[np.ndarray, " query"], layer_type: LayerType
-    ) -> Bool[np.ndarray, "row query"]:
-        """The queries at which laws that read the scores act, in layers of one type."""
-        return self._by_row(
-            slots,
-            lambda augmentation, layout: layout.acts(augmentation, slots, layer_type),
-            np.zeros(len(slots), bool),
-        )
-
-    def _by_row(
-        self,
-        slots: Int[np.ndarray, " query"],
-        read: Callable[[Augmentation, Layout], np.ndarray],
-        nothing: np.ndarray,
-    ) -> np.ndarray:
-        """A value of every row and query, read once for samples that share a prompt's layout."""
-        values: dict[tuple[int, int], np.ndarray] = {}
+    ) -> Shaped[np.ndarray, "row query"]:
+        """b of every row and query in layers of one type; for laws that read the scores, whether
+        they act there."""
+        nothing = np.zeros(len(slots), bool if self.reads_scores else float)
+        values: dict[tuple[int, int], np.ndarray] = {}  # read once for samples of one prompt
         for augmentation, layout in zip(self.augmentations, self.layouts, strict=True):
             if (id(augmentation), id(layout)) in values:
                 continue
-            value = nothing if augmentation is None else read(augmentation, layout)
+            if augmentation is None:
+                value = nothing
+            elif self.reads_scores:
+                value = layout.acts(augmentation, slots, layer_type)
+            else:  # `check_bias` also checks a user's custom law
+                value = augmentation.check_bias(layout.bias(augmentation, slots, layer_type))
             if augmentation is not None and augmentation.phase == "predicting_only":
                 value = np.where(slots == slots[-1], value, nothing)
             values[id(augmentation), id(layout)] = value

@@ -231,20 +231,23 @@ def check_no_open_block(model: Model) -> None:
         )
 
 
-def _thread_and_task() -> tuple[object, Any]:
-    """A mark of the current thread, and the current asyncio task; None outside of one."""
+def _check_thread(network: Any) -> tuple[object, Any]:
+    """A mark of the current thread and its asyncio task (None outside of one), to which all blocks
+    of a network belong.
+
+    Raises:
+        ModelError: Another thread or task has a block open on the network.
+    """
     # The number of an ended thread may be that of a new one. An object that a block keeps may not.
     if not hasattr(_threads, "mark"):
         _threads.mark = object()
     task = None
     with suppress(RuntimeError):  # no loop runs
         task = asyncio.current_task()
-    return _threads.mark, task
-
-
-def _check_thread(network: Any) -> None:
-    if (blocks := _open.get(network)) is not None and blocks.runner != _thread_and_task():
+    runner = _threads.mark, task
+    if (blocks := _open.get(network)) is not None and blocks.runner != runner:
         raise ModelError(OTHER_THREAD_ERROR)
+    return runner
 
 
 @contextmanager
@@ -258,8 +261,7 @@ def _register_block(network: Any, attention: bool) -> Iterator[None]:
             " changes; load the model again and do not compile it"
         )
     with _lock:
-        _check_thread(network)
-        blocks = _open.setdefault(network, _OpenBlocks(_thread_and_task()))
+        blocks = _open.setdefault(network, _OpenBlocks(_check_thread(network)))
         blocks.number += 1
         if not _eager_stances:  # a model's torch.compile wrapper must run the model itself
             _eager_stances.append(torch.compiler.set_stance("force_eager"))
@@ -320,19 +322,19 @@ def attach_hooks(
             state.seen.add(place)
         return edited
 
-    with ExitStack() as undo:
-        undo.enter_context(open_block(network, state, [name for name, _ in hooks], begin, **ends))
-        for group, is_ahead in ((ahead, True), (hooks, False)):
-            for name, function in group:
-                if (point := points.get(name)) is None:
-                    raise DeadHookError(f"the model has no hook point {name}")
-                guarded = partial(call, function=function, place=None if is_ahead else name)
-                point.add_hook(guarded, prepend=is_ahead)
-                undo.callback(_detach, point, point.fwd_hooks[0 if is_ahead else -1])
-        yield
-
-
-def _detach(point: Any, handle: Any) -> None:
-    """Remove one hook, which `reset_hooks` may have removed before."""
-    handle.hook.remove()
-    point.fwd_hooks[:] = [registered for registered in point.fwd_hooks if registered is not handle]
+    attached: list[tuple[Any, Any]] = []
+    with open_block(network, state, [name for name, _ in hooks], begin, **ends):
+        try:
+            for group, is_ahead in ((ahead, True), (hooks, False)):
+                for name, function in group:
+                    if (point := points.get(name)) is None:
+                        raise DeadHookError(f"the model has no hook point {name}")
+                    guarded = partial(call, function=function, place=None if is_ahead else name)
+                    point.add_hook(guarded, prepend=is_ahead)
+                    attached.append((point, point.fwd_hooks[0 if is_ahead else -1]))
+            yield
+        finally:
+            for point, handle in attached:
+                handle.hook.remove()
+                if handle in point.fwd_hooks:  # `reset_hooks` may have taken it away
+                    point.fwd_hooks.remove(handle)

@@ -378,7 +378,8 @@ def test_sdpa_of_transformers_is_the_judge(family):
 def test_what_does_not_fit_is_one_line(monkeypatch):
     """Before the pass; of hooks, too, which need the matrix."""
     monkeypatch.setattr("lapa2_interp.models.attention_interface.machine_memory", lambda: 10**6)
-    monkeypatch.setattr("lapa2_interp.models.attention_interface.AUTO_SCORES", 2**15)
+    for module in ("models.attention_interface", "attention.guard"):
+        monkeypatch.setattr(f"lapa2_interp.{module}.AUTO_SCORES", 2**15)
     for kind in (PLAIN, "TransformerBridge"):
         model = load("tiny-llama", "float64", kind)
         layout = layout_of(model)
