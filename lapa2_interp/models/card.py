@@ -132,7 +132,8 @@ def hash_weights(model: Model) -> str:
     digest.update(repr(sorted(model.tokenizer.get_vocab().items())).encode())
     if states := adapter_states(network):
         digest.update(repr(states).encode())
-    for name, tensor in network_tensors(network):
+    for name, weight in network_tensors(network):
+        tensor = weight() if callable(weight) else weight
         if tensor.is_meta:
             raise ModelError(f"the weight {name} is not in memory; load the whole model")
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())

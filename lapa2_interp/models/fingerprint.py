@@ -13,10 +13,10 @@ step reads.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 import xxhash
@@ -70,42 +70,51 @@ def fingerprint(network: Any) -> bytes:
     for name, weight in network_tensors(network):
         if not name.endswith(TABLES):
             digest.update(name.encode())
-            digest.update(weight_fingerprint(weight))
+            digest.update(weight_fingerprint(weight() if callable(weight) else weight))
     digest.update(repr(adapter_states(network)).encode())
     return digest.digest()
 
 
-def network_tensors(network: Any) -> Iterator[tuple[str, Tensor]]:
+def network_tensors(network: Any) -> list[tuple[str, Tensor | Callable[[], Tensor]]]:
     """The tensors that a network computes with, by name: those of its `state_dict`, and buffers
     that it lacks (such as rotary frequencies), without those that a forward pass itself changes.
 
-    Weights that accelerate keeps elsewhere are read from there, one by one.
+    In place of a weight that accelerate keeps elsewhere there is a function that reads it from
+    there, since memory may not hold all of them.
 
     Raises:
-        ModelError: Weights are in an object that cannot be read, or are not found there.
+        ModelError: Weights are in an object that cannot be read; or a function does not find its
+            weight.
     """
-    stored, places = network.state_dict(keep_vars=True), _places_of_offloaded(network)
-    for name, entry in stored.items():
-        for part_name, tensor in _tensors_of(name, entry):
-            if id(tensor) in places:
-                weights, key = places[id(tensor)]
-                try:
-                    values = weights[key]
-                except KeyError:
-                    raise ModelError(
-                        f"accelerate does not find the weight {part_name}, which it has offloaded"
-                        " under another name; offload the model without preload_module_classes, or"
-                        " use TransformersModel"
-                    ) from None
-                yield part_name, values.to(tensor.dtype)
+    tensors: list[tuple[str, Tensor | Callable[[], Tensor]]] = []
+    offloaded = _offloaded_weights(network)
+    for name, entry in network.state_dict(keep_vars=True).items():
+        parts = [(name, entry)] if hasattr(entry, "is_meta") else _packed_tensors(name, entry)
+        for part_name, tensor in parts:
+            if id(tensor) in offloaded:
+                weights, key = offloaded[id(tensor)]
+                reader = partial(_read_offloaded, part_name, weights, key, tensor.dtype)
+                tensors.append((part_name, reader))
             else:
-                yield part_name, tensor
+                tensors.append((part_name, tensor))
     for path, module in network.named_modules():
-        own = getattr(module, "_non_persistent_buffers_set", ())
-        for buffer in sorted(own):
+        for buffer in sorted(getattr(module, "_non_persistent_buffers_set", ())):
             name, tensor = f"{path}.{buffer}", module._buffers.get(buffer)
             if tensor is not None and not _changes_in_passes(module, buffer):
-                yield name, tensor
+                tensors.append((name, tensor))
+    return tensors
+
+
+def _read_offloaded(
+    name: str, weights: Mapping[str, Tensor], key: str, dtype: torch.dtype
+) -> Tensor:
+    try:
+        return weights[key].to(dtype)
+    except KeyError:
+        raise ModelError(
+            f"accelerate does not find the weight {name}, which it has offloaded under another"
+            " name; offload the model without preload_module_classes, or use TransformersModel"
+        ) from None
 
 
 def offload_hooks(network: Any) -> Iterator[tuple[Any, Any]]:
@@ -118,27 +127,27 @@ def offload_hooks(network: Any) -> Iterator[tuple[Any, Any]]:
                 yield module, part
 
 
-def _places_of_offloaded(network: Any) -> dict[int, tuple[Mapping[str, Tensor], str]]:
+def _offloaded_weights(network: Any) -> dict[int, tuple[Mapping[str, Tensor], str]]:
     """By id of the empty tensor in its place, the mapping that holds an offloaded weight, and its
     key there."""
-    places = {}
+    offloaded = {}
     for module, hook in offload_hooks(network):
         inside = {"recurse": hook.place_submodules}
         for name, tensor in (*module.named_parameters(**inside), *module.named_buffers(**inside)):
             if tensor.is_meta:
-                places[id(tensor)] = hook.weights_map, name
-    return places
+                offloaded[id(tensor)] = hook.weights_map, name
+    return offloaded
 
 
-def _tensors_of(name: str, entry: Any) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of an entry of a `state_dict`; quantised layers pack several into one."""
+def _packed_tensors(name: str, entry: Any) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of an entry of a `state_dict` into which a quantised layer packs several."""
     import torch
 
     if hasattr(entry, "is_meta"):
         yield name, entry
     elif isinstance(entry, tuple | list):
         for i, part in enumerate(entry):
-            yield from _tensors_of(f"{name}.{i}", part)
+            yield from _packed_tensors(f"{name}.{i}", part)
     elif not isinstance(entry, torch.dtype | str | int | float | None):
         raise ModelError(
             f"the weights in {name} are packed in a {type(entry).__name__}, so that a change of"
@@ -174,23 +183,18 @@ def _sorted_scale(layer: Any) -> list[tuple[str, float]]:
 def weight_fingerprint(weight: Tensor) -> bytes:
     """A fingerprint of one weight: 128 bits of its shape, type and values."""
     memory = _read.get()
-    state = change_counters(weight)
-    if memory is not None and id(weight) in memory:
-        weight_then, state_then, made = memory[id(weight)]
-        if weight_then() is weight and state == state_then:
-            return made
-    made = values_digest(weight)
-    if memory is not None:
-        memory[id(weight)] = weakref.ref(weight), state, made
-    return made
-
-
-def change_counters(weight: Tensor) -> tuple:
-    """What moves at once when a weight is replaced, moved, converted or written to, except through
-    `.data`."""
+    if memory is None:
+        return values_digest(weight)
+    # What moves at once when a weight is replaced, moved, converted or written to, except through
+    # `.data`.
     version = -1 if weight.is_inference() else weight._version
-    where = 0 if weight.is_meta or hasattr(weight, "__tensor_flatten__") else weight.data_ptr()
-    return where, version, weight.dtype, weight.device, tuple(weight.shape)
+    address = 0 if weight.is_meta or hasattr(weight, "__tensor_flatten__") else weight.data_ptr()
+    state = address, version, weight.dtype, weight.device, tuple(weight.shape)
+    weight_then, state_then, digest = memory.get(id(weight), (None, None, b""))
+    if weight_then is None or weight_then() is not weight or state != state_then:
+        digest = values_digest(weight)
+        memory[id(weight)] = weakref.ref(weight), state, digest
+    return digest
 
 
 def plain_tensors(tensor: Any) -> Iterator[Tensor]:
@@ -210,7 +214,8 @@ def values_digest(weight: Tensor) -> bytes:
     import torch
 
     digest = xxhash.xxh3_128(f"{weight.dtype} {tuple(weight.shape)}".encode())
-    for tensor in plain_tensors(weight):
+    is_plain = not weight.is_quantized and not hasattr(weight, "__tensor_flatten__")
+    for tensor in (weight,) if is_plain else plain_tensors(weight):
         if tensor.is_meta or not tensor.numel():
             continue
         content = tensor.detach().contiguous().flatten().view(torch.uint8)
