@@ -28,7 +28,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Shaped
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -67,7 +67,7 @@ class _PassTerm:
         return torch.where(heads, b, 0.0)
 
     def to_device(self, device: torch.device) -> _PassTerm:
-        """A copy on another device: a model may span several."""
+        """A copy on another device."""
         tensors: dict[str, Any] = {
             name: value.to(device)
             for name, value in vars(self).items()
@@ -171,8 +171,9 @@ class BatchBias:
             for augmentation in row
             if augmentation.phase == "predicting_only"
         ]
-        self.current_pass: tuple[range, int] = (range(0), 0)
-        self.pass_terms: dict[LayerType, list[_PassTerm]] = {}
+        self.current_pass: tuple[range, int] = (range(0), 0)  # queries, rows
+        self.copies = 1  # of each row in the current pass
+        self.terms_by_layer: dict[int, list[_PassTerm]] = {}
         # Only several that read the scores can meet, and only cuts of all weight block a key.
         self.has_joint_targets = [len(row) > 1 and self._can_meet(row) for row in score_rules]
         if any(self.has_joint_targets):
@@ -233,15 +234,12 @@ class BatchBias:
             if not cuts or (*cuts, id(layout)) in checked:
                 continue
             checked.add((*cuts, id(layout)))
-            chosen = np.stack(
-                [augmentation.head_mask(*self.size) for augmentation in cuts]
-            )  # cut layer head
+            cut_heads = np.stack([rule.head_mask(*self.size) for rule in cuts])  # cut layer head
             for layer_type in distinct_types(self.layer_types):
-                acting = chosen[:, [kind == layer_type for kind in self.layer_types]].reshape(
-                    len(cuts), -1
-                )
-                # Each column of `acting` is a set of cuts that act in one head.
-                self._check_queries(row, layout, cuts, np.unique(acting, axis=1).T, layer_type)
+                of_type = [kind == layer_type for kind in self.layer_types]
+                # Each column is a set of cuts that act in one head.
+                by_head = cut_heads[:, of_type].reshape(len(cuts), -1)
+                self._check_queries(row, layout, cuts, np.unique(by_head, axis=1).T, layer_type)
 
     def _check_queries(
         self,
@@ -263,9 +261,10 @@ class BatchBias:
         acts = np.stack([layout.acts(augmentation, slots, layer_type) for augmentation in cuts])
         active = (together[:, :, None] & acts).swapaxes(1, 2)  # set query cut
         for acting in np.unique(active.reshape(-1, len(cuts)), axis=0):
-            left = np.append(0, (live & ~cut_keys[acting].any(0)).cumsum())
-            where = (active == acting).all(2).any(0) & acting.any()
-            if (shut := where & (left[slots + 1] == left[first])).any():
+            # Keys before a slot that stay in sight under these cuts: a difference counts a range.
+            n_left = np.append(0, (live & ~cut_keys[acting].any(0)).cumsum())
+            reached = (active == acting).all(2).any(0) & acting.any()  # query
+            if (shut := reached & (n_left[slots + 1] == n_left[first])).any():
                 raise LayoutError(
                     f"row {row}: the query in slot {slots[shut][0]} sees no key that is not"
                     " blocked; leave one, such as its own or BOS"
@@ -287,9 +286,13 @@ class BatchBias:
         """
         wide = torch.promote_types(scores.dtype, torch.float32)
         queries = range(first, first + scores.shape[2])
-        terms = self._terms_of(layer, len(scores), queries, scores.device, wide)
+        if self.current_pass != (queries, len(scores)):
+            self._begin_pass(queries, len(scores), scores.device, wide)
+        terms = self.terms_by_layer[layer]
         if not terms:
             return scores
+        if terms[0].keys.device != scores.device:  # a model may span several
+            terms = [term.to_device(scores.device) for term in terms]
         # Multiply; add the biases that depend on the length (Algorithm 1, lines 7 and 15), then
         # those that depend on the scores.
         lowest = torch.finfo(scores.dtype).min / 2
@@ -301,7 +304,7 @@ class BatchBias:
                 scores = scores + term.in_layer(layer, scores.shape[3])
         score_terms = [term for term in terms if isinstance(term, _ScorePassTerm)]
         if score_terms:
-            b = self._score_biases(partial(_log_sum, scores), len(scores), score_terms, layer)
+            b = self._score_biases(partial(_log_sum, scores), score_terms, layer)
             if self.capped is not None:
                 self.capped(layer, (b.abs() >= BIAS_CAP).any(0), first)
             for term, b_term in zip(score_terms, b, strict=True):
@@ -317,7 +320,11 @@ class BatchBias:
         """
         queries = range(scores.first, scores.n_keys)
         device = scores.query.device
-        terms = self._terms_of(layer, len(scores), queries, device, scores.wide)
+        if self.current_pass != (queries, len(scores)):
+            self._begin_pass(queries, len(scores), device, scores.wide)
+        terms = self.terms_by_layer[layer]
+        if terms and terms[0].keys.device != device:
+            terms = [term.to_device(device) for term in terms]
         for term in terms:
             if isinstance(term, _LengthPassTerm):
                 scores.add(term.keys, term.in_heads(layer, term.b))
@@ -329,17 +336,17 @@ class BatchBias:
         pooled = any(rule.pooled for term in score_terms for rule in term.static.rows_by_rule)
         start = 0 if pooled else int(acting.nonzero()[0])
         log_sum = partial(scores.log_sum, start=start)
-        b = self._score_biases(log_sum, len(scores), score_terms, layer, start)
+        b = self._score_biases(log_sum, score_terms, layer, start)
         b = pad(b, (start, 0))
         if self.capped is not None:
             self.capped(layer, (b.abs() >= BIAS_CAP).any(0), scores.first)
         for term, b_term in zip(score_terms, b, strict=True):
             scores.add(term.keys, term.in_heads(layer, b_term))
 
-    def _terms_of(
-        self, layer: int, n_rows: int, queries: range, device: torch.device, wide: torch.dtype
-    ) -> list[_PassTerm]:
-        """The terms that act in a layer at the queries of a pass.
+    def _begin_pass(
+        self, queries: range, n_rows: int, device: torch.device, wide: torch.dtype
+    ) -> None:
+        """Make the terms of a pass, for all its layers, without those that add nothing.
 
         Raises:
             LayoutError: The pass has other rows than the layouts.
@@ -350,53 +357,50 @@ class BatchBias:
                 f"the forward pass has {n_rows} rows, but {self.n_rows} layouts were given; give"
                 " one each"
             )
-        if self.current_pass != (queries, copies):
-            self.current_pass, self.pass_terms = (queries, copies), {}
-        layer_type = self.layer_types[layer]
-        if layer_type not in self.pass_terms:  # all layers of a type have the same
-            self.pass_terms[layer_type] = self._make_terms(layer_type, device, wide)
-        return [
-            term if term.keys.device == device else term.to_device(device)
-            for term in self.pass_terms[layer_type]
-            if layer in term.static.layers
-        ]
-
-    def _make_terms(
-        self, layer_type: LayerType, device: torch.device, wide: torch.dtype
-    ) -> list[_PassTerm]:
-        """The terms of this pass in layers of one type, without those that add nothing."""
-        queries, copies = self.current_pass
+        self.current_pass, self.copies = (queries, n_rows), copies
+        self.terms_by_layer = {layer: [] for layer in range(self.size[0])}
         slots = np.array(queries)
-        terms: list[_PassTerm] = []
         for term in (*self.factor_terms, *self.length_terms, *self.score_terms):
-            b = term.by_query(slots, layer_type)  # row query; where the law acts if it reads scores
-            if not b.any():
-                continue
-            # In `generate`, copies of a row (sequences or beams) follow each other.
-            keys, b_rows, beyond = (
-                torch.from_numpy(values).to(device, dtype, non_blocking=True)
-                .repeat_interleave(copies, 0)
-                for values, dtype in (
-                    (term.keys, torch.bool),
-                    (b, torch.bool if term.reads_scores else wide),
-                    (term.of_all_keys, torch.bool),
-                )
-            )  # fmt: skip
-            heads = torch.from_numpy(term.heads).to(device, non_blocking=True)
-            heads = heads.repeat_interleave(copies, 1)
-            if term.reads_scores:
-                terms.append(_ScorePassTerm(term, keys, heads, b_rows))
-            elif term in self.factor_terms:
-                beyond = beyond[:, None, None, None]
-                terms.append(_FactorPassTerm(term, keys, heads, b_rows[:, None], beyond=beyond))
-            else:
-                terms.append(_LengthPassTerm(term, keys, heads, b_rows[:, None]))
-        return terms
+            made: dict[LayerType, _PassTerm | None] = {}  # all layers of a type have the same
+            for layer in term.layers:
+                layer_type = self.layer_types[layer]
+                if layer_type not in made:
+                    b = term.by_query(slots, layer_type)
+                    made[layer_type] = self._pass_term(term, b, device, wide) if b.any() else None
+                if (pass_term := made[layer_type]) is not None:
+                    self.terms_by_layer[layer].append(pass_term)
+
+    def _pass_term(
+        self,
+        term: Term,
+        b: Shaped[np.ndarray, "row query"],
+        device: torch.device,
+        wide: torch.dtype,
+    ) -> _PassTerm:
+        """A term in this pass, whose `by_query` is `b`."""
+        # In `generate`, copies of a row (sequences or beams) follow each other.
+        keys, b_rows, beyond = (
+            torch.from_numpy(values)
+            .to(device, dtype, non_blocking=True)
+            .repeat_interleave(self.copies, 0)
+            for values, dtype in (
+                (term.keys, torch.bool),
+                (b, torch.bool if term.reads_scores else wide),
+                (term.of_all_keys, torch.bool),
+            )
+        )
+        heads = torch.from_numpy(term.heads).to(device, non_blocking=True)
+        heads = heads.repeat_interleave(self.copies, 1)
+        if term.reads_scores:
+            return _ScorePassTerm(term, keys, heads, b_rows)
+        if term in self.factor_terms:
+            beyond = beyond[:, None, None, None]
+            return _FactorPassTerm(term, keys, heads, b_rows[:, None], beyond=beyond)
+        return _LengthPassTerm(term, keys, heads, b_rows[:, None])
 
     def _score_biases(
         self,
         log_sum: Callable[..., Float[Tensor, "row head query"]],
-        n_rows: int,
         terms: Sequence[_ScorePassTerm],
         layer: int,
         start: int = 0,
@@ -411,53 +415,46 @@ class BatchBias:
         )  # term row head query
         # log of the sum over each span, and over all keys outside the spans
         sums = torch.stack([log_sum(term.keys) for term in terms])  # term row head query
-        rest = log_sum(_union([term.keys for term in terms]), outside=True)
+        outside_all = log_sum(_union([term.keys for term in terms]), outside=True)
         b = torch.zeros_like(sums)
         for i, term in enumerate(terms):
-            others = rest if len(terms) == 1 else log_sum(term.keys, outside=True)
-            log_odds = sums[i] - others  # row head query
+            outside_term = outside_all if len(terms) == 1 else log_sum(term.keys, outside=True)
+            log_odds = sums[i] - outside_term  # row head query
             for augmentation, rows in term.static.rows_by_rule.items():
-                where = self._pass_rows(rows, n_rows)
-                odds = (
-                    self._pool_log_odds(log_odds[where], where)
-                    if augmentation.pooled
-                    else log_odds[where]
-                )
+                pass_rows = self._pass_rows(rows)
+                odds = log_odds[pass_rows]
+                if augmentation.pooled:
+                    odds = self._pool_log_odds(odds, pass_rows)
                 # l does not matter: `acts` has already compared it with n where the profile does.
-                b[i, where] = augmentation.shift(odds, 1, 0)
+                b[i, pass_rows] = augmentation.shift(odds, 1, 0)
         # Solve the targets of a row that can act together.
         joint = [row for row, is_joint in enumerate(self.has_joint_targets) if is_joint]
         if joint and len(terms) > 1:
-            where = self._pass_rows(joint, n_rows)
+            pass_rows = self._pass_rows(joint)
             augmentations = [
-                [
-                    term.static.augmentations[row]
-                    for row in joint
-                    for _ in range(n_rows // self.n_rows)
-                ]
+                [term.static.augmentations[row // self.copies] for row in pass_rows]
                 for term in terms
             ]
-            b[:, where] = _solve_targets(
-                augmentations, sums[:, where], rest[where], acting[:, where]
+            b[:, pass_rows] = _solve_targets(
+                augmentations, sums[:, pass_rows], outside_all[pass_rows], acting[:, pass_rows]
             )
         return torch.where(acting, b, 0.0)
 
     def _pool_log_odds(
-        self, log_odds: Float[Tensor, "row head query"], where: Sequence[int]
+        self, log_odds: Float[Tensor, "row head query"], pass_rows: Sequence[int]
     ) -> Float[Tensor, "row head query"]:
-        """The logit of the mean share of all heads and live queries, for each row."""
-        copies = self.current_pass[1]
-        pads = [self.layouts[row // copies].soft + self.layouts[row // copies].pad for row in where]
+        """The logit of the mean share of all heads and live queries, for each of these rows."""
+        layouts = [self.layouts[row // self.copies] for row in pass_rows]
+        pads = [layout.soft + layout.pad for layout in layouts]
         slots = torch.tensor([*self.current_pass[0]], device=log_odds.device)  # query
         live = slots >= torch.tensor(pads, device=log_odds.device)[:, None]  # row query
         shares = torch.where(live, log_odds.sigmoid().mean(1), 0.0)  # row query
         mean = shares.sum(1) / live.sum(1).clamp(min=1)
         return mean.logit()[:, None, None].expand_as(log_odds)
 
-    def _pass_rows(self, rows: Sequence[int], n_rows: int) -> list[int]:
-        """The indices of these rows' copies in a pass of `n_rows`."""
-        copies = n_rows // self.n_rows
-        return [row * copies + i for row in rows for i in range(copies)]
+    def _pass_rows(self, rows: Sequence[int]) -> list[int]:
+        """The numbers of these rows' copies in the pass."""
+        return [row * self.copies + i for row in rows for i in range(self.copies)]
 
 
 def _on_keys(
@@ -483,7 +480,7 @@ def _log_sum(
 def _solve_targets(
     augmentations: Sequence[Sequence[Augmentation | None]],
     sums: Float[Tensor, "term row head query"],
-    rest: Float[Tensor, "row head query"],
+    outside_all: Float[Tensor, "row head query"],
     acting: Bool[Tensor, "term row head query"],
 ) -> Float[Tensor, "term row head query"]:
     """The biases of a row's targets that together give every span its share.
@@ -493,7 +490,7 @@ def _solve_targets(
 
     Args:
         augmentations: The augmentations, by term and row.
-        sums, rest: log of the sum over each span, and over the keys outside all spans.
+        sums, outside_all: log of the sum over each span, and over the keys outside all spans.
         acting: Mask of the places at which each is to act.
     """
 
@@ -509,7 +506,7 @@ def _solve_targets(
     active = acting & (numbers(lambda augmentation: augmentation.floor) == 0)
     for _ in range(len(augmentations) + 1):
         left = 1 - torch.where(active, tau, 0.0).sum(0)  # row head query
-        base = torch.stack([rest, *torch.where(active, -torch.inf, sums)]).logsumexp(0)
+        base = torch.stack([outside_all, *torch.where(active, -torch.inf, sums)]).logsumexp(0)
         b = tau.log() - left.log() - (sums - base)
         active = active | (acting & (b > 0))
     return torch.where(active, alpha * b, 0.0).nan_to_num(0.0).clamp(-BIAS_CAP, BIAS_CAP)

@@ -21,15 +21,15 @@ def _selected_heads(
     Raises:
         AugmentationError: Such a layer is named, or none of the chosen layers has attention.
     """
-    chosen = augmentation.head_mask(*size)
-    lost = np.flatnonzero(chosen.any(1) & ~attends)
-    named = not isinstance(augmentation.layers, str) or augmentation.heads != "all"
-    if len(lost) and (named or not chosen[attends].any()):
+    mask = augmentation.head_mask(*size)
+    lost = np.flatnonzero(mask.any(1) & ~attends)
+    asks_for_them = not isinstance(augmentation.layers, str) or augmentation.heads != "all"
+    if len(lost) and (asks_for_them or not mask[attends].any()):
         raise AugmentationError(
             f"layer {lost[0]} has no attention, so nothing can be augmented there; layers with"
             f" attention: {', '.join(map(str, np.flatnonzero(attends)))}"
         )
-    return chosen & attends[:, None]
+    return mask & attends[:, None]
 
 
 class Term:
@@ -42,11 +42,10 @@ class Term:
         size: tuple[int, int],
         attends: Bool[np.ndarray, " layer"],
     ) -> None:
-        # The keys and heads of each row.
         self.augmentations, self.layouts = list(augmentations), list(layouts)
         keys = np.zeros((len(layouts), max(len(layout) for layout in layouts)), bool)  # row key
         heads = np.zeros((size[0], len(layouts), size[1]), bool)  # layer row head
-        chosen = {
+        head_masks = {
             augmentation: _selected_heads(augmentation, size, attends)
             for augmentation in set(augmentations)
             if augmentation is not None
@@ -55,13 +54,14 @@ class Term:
             if augmentation is not None:
                 for span in layout.spans(augmentation.span):
                     keys[row, span.start : span.stop] = True
-                heads[:, row] = chosen[augmentation]  # layer head
-        # The last key, the layers, and the rows of each law that reads the scores.
+                heads[:, row] = head_masks[augmentation]  # layer head
+        # Later keys get nothing, so masks of keys end at the last one.
         self.stop = int(np.flatnonzero(keys.any(0)).max(initial=-1)) + 1
         self.keys, self.heads = keys[:, : self.stop], heads
         self.layers = [layer for layer in range(size[0]) if heads[layer].any()]
         biased = [augmentation is not None for augmentation in augmentations]
         self.every_head = bool(heads[self.layers][:, biased].all())
+        # A factor on all keys also reaches those that a pass has beyond the layouts.
         self.of_all_keys = np.array(
             [rule is not None and rule.span == "all" for rule in augmentations]
         )

@@ -25,7 +25,6 @@ from lapa2_interp.circuits.examples import (
 from lapa2_interp.methods.registry import load_task
 from lapa2_interp.models.blocks import check_no_open_block
 from lapa2_interp.models.card import identify
-from lapa2_interp.models.configuration import kv_shapes
 from lapa2_interp.models.facts import Model, facts_of
 from lapa2_interp.models.fingerprint import weights_read_once
 from lapa2_interp.models.load import resolve_model
@@ -330,19 +329,18 @@ def as_contrast_set(model: Model, contrast: ContrastLike) -> ContrastSet:
 
 def check_attention(model: Model) -> None:
     """Refuse a model without attention in every layer, or without hooks by head."""
-    if len(attending := facts_of(model).attention_layers) < model.cfg.n_layers:
+    facts = facts_of(model)
+    if len(attending := facts.attention_layers) < facts.n_layers:
         raise CircuitError(
             "circuits are read from models with attention in every layer, and this one has it"
             f" in layers {', '.join(map(str, attending))}; take texts and traces instead"
         )
-    network: Any = facts_of(model).network
-    if facts_of(model).backend != "plain" and hasattr(network, "config"):
-        config = network.config.get_text_config()
-        if any(key != value for _, key, value in kv_shapes(config)):
-            raise CircuitError(
-                f"hook_z of a {config.model_type} model is not by head, as its keys and values"
-                " differ in size; load it as TransformersModel, for methods without hooks"
-            )
+    if facts.backend != "plain" and any(key != value for _, key, value in facts.kv_shapes):
+        model_type = facts.config.get_text_config().model_type
+        raise CircuitError(
+            f"hook_z of a {model_type} model is not by head, as its keys and values differ in size;"
+            " load it as TransformersModel, for methods without hooks"
+        )
 
 
 def words_in_order(

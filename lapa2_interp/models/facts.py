@@ -185,6 +185,11 @@ class ModelFacts:
         return min((seen.size for seen in self.layer_types if seen.size), default=None)
 
     @cached_property
+    def kv_shapes(self) -> list[tuple[int, int, int]]:
+        """As `configuration.kv_shapes`; of a HookedTransformer there is none."""
+        return [] if self.config is None else kv_shapes(self.config.get_text_config())
+
+    @cached_property
     def rotary_limit(self) -> tuple[str, int] | None:
         """As `configuration.rotary_limit`."""
         return None if self.config is None else rotary_limit(self.config)

@@ -214,7 +214,11 @@ def resolve_model(model: Model | str | Path) -> Model:
     if isinstance(model, str | Path):
         return load_model(model)
     check_has_tokenizer(model)
-    settle_start(model, model_type=_model_type(model))
+    # The start is settled once, and again where the model's own setting was changed since.
+    settled = getattr(model.tokenizer, "lapa2_start", None)
+    prepends = getattr(model.cfg, "default_prepend_bos", None)
+    if settled is None or prepends not in (None, settled.token is not None):
+        settle_start(model, model_type=_model_type(model))
     if getattr(model, "lapa2_card", None) is None:
         let_bridges_read(facts_of(model).network)
         assert_live(model, model.cfg.model_name)

@@ -148,7 +148,8 @@ def _prepacking_works(dtype: torch.dtype) -> bool:
         return False
     weight = torch.ones(16, 16, dtype=dtype)
     try:  # private operations; some processors have none for bfloat16
-        return bool((_product(weight, _reorder(weight), None) == 16).all())
+        product = torch.ops.mkldnn._linear_pointwise(weight, _reorder(weight), None, "none", [], "")
+        return bool((product == 16).all())
     except (AttributeError, RuntimeError):
         return False
 
@@ -175,12 +176,6 @@ def _reorder(weight: Float[Tensor, "out in"]) -> Tensor:
     return torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), ROWS)
 
 
-def _product(
-    x: Float[Tensor, "*rows in"], weight: Tensor, bias: Float[Tensor, " out"] | None
-) -> Float[Tensor, "*rows out"]:
-    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
-
-
 class _PrepackedWeight:
     """The prepacked weight of a layer, with the facts by which a change of the weight is seen."""
 
@@ -191,15 +186,12 @@ class _PrepackedWeight:
         self.values = weight_fingerprint(weight)
         self.weight, self.state = weakref.ref(weight), (weight.data_ptr(), weight._version)
 
-    def is_of(self, weight: Tensor) -> bool:
-        """True if this is the same tensor, and no operation has changed or moved it since."""
-        return self.weight() is weight and self.state == (weight.data_ptr(), weight._version)
-
 
 def _prepacked_forward(layer: Module) -> Callable[[Tensor], Tensor]:
     """The layer's `forward`, with the prepacked weight where possible."""
     usual = type(layer).forward
     stored = _prepacked_weights.get(layer)
+    product = torch.ops.mkldnn._linear_pointwise
 
     def forward(x: Tensor) -> Tensor:  # *rows in -> *rows out
         nonlocal stored
@@ -213,15 +205,21 @@ def _prepacked_forward(layer: Module) -> Callable[[Tensor], Tensor]:
             or weight.is_inference()
         ):
             return usual(layer, x)
-        if stored is None or not stored.is_of(weight):
+        # Another tensor, or one that an operation has changed or moved, is prepacked again.
+        if (
+            stored is None
+            or stored.state != (weight.data_ptr(), weight._version)
+            or stored.weight() is not weight
+        ):
             if not can_prepack(weight):
                 return usual(layer, x)
             stored = _prepacked_weights[layer] = _PrepackedWeight(layer)
         n_rows = x.numel() // x.shape[-1]
         if n_rows >= MIN_ROWS:
-            return _product(x, stored.reordered, layer.bias)
+            return product(x, stored.reordered, layer.bias, "none", [], "")
         few = pad(x.reshape(n_rows, -1), (0, 0, 0, MIN_ROWS - n_rows))
-        return _product(few, stored.reordered, layer.bias)[:n_rows].view(*x.shape[:-1], -1)
+        out = product(few, stored.reordered, layer.bias, "none", [], "")
+        return out[:n_rows].view(*x.shape[:-1], -1)
 
     return forward
 

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import cache
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -224,6 +225,14 @@ KNOCK_OUTS = {
     ),
     "no model": (
         lambda: edited_logits(object(), [(asked().examples[0], None)]),
+        "a object is no model of TransformerLens or transformers",
+        ModelError,
+    ),
+    "a HookedTransformer": (
+        lambda: edited_logits(
+            SimpleNamespace(hooks=(), cfg=SimpleNamespace(n_layers=2, n_heads=2)),
+            [(asked().examples[0], None)],
+        ),
         "from a TransformerBridge or a TransformersModel",
     ),
     "an unknown replacement": (lambda: Edit(((0, 0),), "cat"), "unknown replacement 'cat'"),
