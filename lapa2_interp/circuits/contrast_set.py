@@ -22,6 +22,7 @@ from lapa2_interp.circuits.examples import (
     check_request,
     write_texts,
 )
+from lapa2_interp.circuits.guard import check_attention
 from lapa2_interp.methods.registry import load_task
 from lapa2_interp.models.blocks import check_no_open_block
 from lapa2_interp.models.card import identify
@@ -325,22 +326,6 @@ def as_contrast_set(model: Model, contrast: ContrastLike) -> ContrastSet:
         contrast = ContrastSet.of_examples(*examples)
     contrast.check(model)
     return contrast
-
-
-def check_attention(model: Model) -> None:
-    """Refuse a model without attention in every layer, or without hooks by head."""
-    facts = facts_of(model)
-    if len(attending := facts.attention_layers) < facts.n_layers:
-        raise CircuitError(
-            "circuits are read from models with attention in every layer, and this one has it"
-            f" in layers {', '.join(map(str, attending))}; take texts and traces instead"
-        )
-    if facts.backend != "plain" and any(key != value for _, key, value in facts.kv_shapes):
-        model_type = facts.config.get_text_config().model_type
-        raise CircuitError(
-            f"hook_z of a {model_type} model is not by head, as its keys and values differ in size;"
-            " load it as TransformersModel, for methods without hooks"
-        )
 
 
 def words_in_order(

@@ -41,6 +41,7 @@ from lapa2_interp.bias.recipes import resolve_recipes
 from lapa2_interp.circuits.clean_pass import CleanPass, layers_to_keep
 from lapa2_interp.circuits.contrast_set import ContrastSet
 from lapa2_interp.circuits.examples import ContrastExample, batches
+from lapa2_interp.circuits.guard import check_model_class, check_rule
 from lapa2_interp.circuits.metrics import Metric, Predictions
 from lapa2_interp.models.attention_interface import AttentionHooks, hook_attention
 from lapa2_interp.models.blocks import attach_hooks
@@ -267,7 +268,7 @@ def _forward_rows(
     ]
     for layout, edit in zip(layouts, edits, strict=True):
         for rule in (*always, edit.augmentation) if edit else always:
-            _check_rule(rule, layout)
+            check_rule(rule, layout)
     phases = {rule.phase for rule in always} | {edit.phase for _, edit, _ in rows if edit}
     by_step = "predicting_only" in phases
     all_layouts = [*layouts, *(layouts[i] for i in copied)]  # copies stand at the end
@@ -311,23 +312,6 @@ def _forward_rows(
             else cached_rows.read_tokens(tokens, keep=n_steps)
         )
     return logits[: len(rows)]
-
-
-def _check_rule(rule: Augmentation, layout: Layout) -> None:
-    """Refuse an augmentation inside the prefix, or a pooled one: the prefix has its own forward
-    pass, and prompt and text have one."""
-    inside = 0 if layout.soft else layout.prefix.stop
-    if rule.phase == "everywhere" or layout.acts(rule, np.arange(inside)).any():
-        raise CircuitError(
-            f"circuits read a prefix by itself before anything acts, and {rule.label} acts on"
-            f" queries inside it (phase {rule.phase!r}, span {rule.span!r}); use phase"
-            " 'last_query' or 'decode', or phase 'after_span' with span 'prefix'"
-        )
-    if rule.pooled:
-        raise CircuitError(
-            f"{rule.label} reads one attention for all queries of a pass, and circuits read a whole"
-            " text in one pass, so a step would depend on what comes after it; leave out `pooled`"
-        )
 
 
 def read_prefixes(
@@ -378,24 +362,6 @@ def _forward_by_step(cached_rows: BridgeRows, tokens: Tensor) -> Float[Tensor, "
     return torch.cat(logits, dim=1)
 
 
-def check_model_class(model: Model) -> None:
-    """Refuse a model that is neither a TransformerBridge nor a TransformersModel."""
-    if facts_of(model).backend == "hooked":
-        raise CircuitError(
-            "circuits are read from a TransformerBridge or a TransformersModel, not from a"
-            f" {type(model).__name__}"
-        )
-
-
-def check_has_hooks(model: Model, purpose: str, instead: str = "") -> None:
-    """Refuse a model that is not a TransformerBridge: `purpose` through hooks, or `instead`."""
-    if facts_of(model).backend != "bridge":
-        raise CircuitError(
-            f"{purpose} through hooks of a TransformerBridge, and this is a"
-            f' {type(model).__name__}; load it with model_class="TransformerBridge"{instead}'
-        )
-
-
 def with_text(layout: Layout, text: Sequence[int]) -> Layout:
     """The layout with a text behind its prompt, without the text's last token, which predicts
     nothing."""
@@ -430,28 +396,6 @@ def text_logits(
     rules = active_augmentations(resolve_recipes(augmentation))
     with augmented(model, rules, layouts), attach_hooks(model, hooks):
         return model(**inputs, logits_to_keep=n)[:, -n:]
-
-
-def check_one_pass(
-    augmentation: AugmentationLike, examples: Sequence[ContrastExample], purpose: str
-) -> None:
-    """Refuse augmentations under which prefix, prompt and text are not one forward pass.
-
-    Args:
-        purpose: The sentence's end before "such a pass" in the message.
-
-    Raises:
-        CircuitError: Phase "predicting_only", under which every step has its own forward pass; or
-            as `edited_logits`.
-    """
-    for rule in active_augmentations(resolve_recipes(augmentation)):
-        if rule.phase == "predicting_only":
-            raise CircuitError(
-                f"under phase {rule.phase!r} prefix and text are not read in one pass, and"
-                f" {purpose} such a pass; use phase 'last_query', 'decode' or 'after_span'"
-            )
-        for layout in {layout for example in examples for layout in example.layouts}:
-            _check_rule(rule, layout)
 
 
 def unprefixed_logits(

@@ -59,7 +59,7 @@ from lapa2_interp._util.progress import given_or_new_bar
 from lapa2_interp._util.values import Count, numbers_checked
 from lapa2_interp.attention.cached_heads import SlotLayer
 from lapa2_interp.circuits.contrast_set import ContrastLike, ContrastSet
-from lapa2_interp.circuits.edits import check_model_class, items_per_batch
+from lapa2_interp.circuits.edits import items_per_batch
 from lapa2_interp.circuits.examples import ContrastExample, batches
 from lapa2_interp.circuits.fading import FILLER, NEAR, refuse_raw, texts_for_fading
 from lapa2_interp.circuits.far_passes import (
@@ -70,6 +70,7 @@ from lapa2_interp.circuits.far_passes import (
     undo_keys,
     with_filler,
 )
+from lapa2_interp.circuits.guard import check_model_class
 from lapa2_interp.circuits.metrics import Metric, Predictions, metrics_by_name
 from lapa2_interp.circuits.result_store import RECHECKED, ResultStore
 from lapa2_interp.circuits.statistics import share_interval

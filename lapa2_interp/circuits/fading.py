@@ -47,7 +47,7 @@ from lapa2_interp._util.plots import COLOURS, Drawing, legend_above, new_figure,
 from lapa2_interp._util.progress import given_or_new_bar
 from lapa2_interp._util.values import Count, Natural, numbers_checked
 from lapa2_interp.circuits.contrast_set import ContrastLike, ContrastSet, as_contrast_set
-from lapa2_interp.circuits.edits import Heads, check_model_class, items_per_batch
+from lapa2_interp.circuits.edits import Heads, items_per_batch
 from lapa2_interp.circuits.examples import ContrastExample, batches
 from lapa2_interp.circuits.far_passes import (
     CachedForward,
@@ -58,6 +58,7 @@ from lapa2_interp.circuits.far_passes import (
     undo_keys,
     with_filler,
 )
+from lapa2_interp.circuits.guard import check_model_class
 from lapa2_interp.circuits.metrics import Metric, Predictions, one_metric
 from lapa2_interp.circuits.result_store import RECHECKED, ResultStore
 from lapa2_interp.circuits.statistics import share_interval

@@ -49,19 +49,18 @@ from lapa2_interp.bias.augmentation import AugmentationLike
 from lapa2_interp.bias.layout import Span
 from lapa2_interp.circuits.contrast_set import ContrastLike, ContrastSet, as_contrast_set
 from lapa2_interp.circuits.edits import (
-    check_has_hooks,
-    check_one_pass,
     items_per_batch,
     text_logits,
     unprefixed_logits,
 )
 from lapa2_interp.circuits.examples import ContrastExample, batches
+from lapa2_interp.circuits.guard import check_gradients, check_one_pass
 from lapa2_interp.circuits.knockout import KnockOut
 from lapa2_interp.circuits.metrics import Metric, Predictions, one_metric
 from lapa2_interp.circuits.statistics import spearman
 from lapa2_interp.circuits.unit_table import UnitTable, draw_tables
 from lapa2_interp.circuits.units import head_units
-from lapa2_interp.models.facts import Model, check_not_quantised, facts_of
+from lapa2_interp.models.facts import Model, facts_of
 from lapa2_interp.models.hook_names import HOOK_PATTERN, HOOK_SCORES
 from lapa2_interp.models.load import accepts_model_name
 
@@ -193,18 +192,6 @@ def attribution(
                 cut_hats[group, layer] = summed.cpu().numpy()
             bar.update(sum(example.n_branch_steps for example in examples))
     return Attribution(contrast_set, name, control, slopes, cut_hats)
-
-
-def check_gradients(model: Model) -> None:
-    """Refuse a model without gradients."""
-    check_has_hooks(model, "gradients are read")
-    check_not_quantised(model, "gradients go through")
-    if facts_of(model).dtype not in (torch.float32, torch.float64):
-        name = str(facts_of(model).dtype).removeprefix("torch.")
-        raise CircuitError(
-            f"gradients in {name} are mostly rounding; allowed: float32, float64; load the model"
-            ' with dtype="float32"'
-        )
 
 
 def has_gradients(model: Model) -> bool:

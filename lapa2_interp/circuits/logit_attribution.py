@@ -38,8 +38,9 @@ from lapa2_interp._util.progress import given_or_new_bar
 from lapa2_interp._util.values import numbers_checked
 from lapa2_interp.bias.augmentation import AugmentationLike
 from lapa2_interp.circuits.contrast_set import ContrastLike, ContrastSet, as_contrast_set
-from lapa2_interp.circuits.edits import check_has_hooks, check_one_pass, text_logits
+from lapa2_interp.circuits.edits import text_logits
 from lapa2_interp.circuits.examples import ContrastExample
+from lapa2_interp.circuits.guard import check_has_hooks, check_one_pass
 from lapa2_interp.circuits.unit_table import UnitTable
 from lapa2_interp.circuits.units import head_units
 from lapa2_interp.models.card import prepacked_model

@@ -19,11 +19,11 @@ from lapa2_interp.circuits.contrast_set import ContrastSet
 from lapa2_interp.circuits.edits import (
     Branches,
     Edit,
-    check_has_hooks,
     edited_logits,
     text_logits,
 )
 from lapa2_interp.circuits.examples import ContrastExample
+from lapa2_interp.circuits.guard import check_has_hooks
 from lapa2_interp.circuits.units import Location, PatchUnit
 from lapa2_interp.models.facts import Model, facts_of
 from lapa2_interp.models.hook_names import (

@@ -37,7 +37,8 @@ from lapa2_interp.bias.places import head_pairs
 from lapa2_interp.circuits.contrast_set import words_in_order
 from lapa2_interp.circuits.edits import Heads, with_text
 from lapa2_interp.circuits.examples import RAW, attribute_words, check_request, write_texts
-from lapa2_interp.circuits.gradients import check_gradients, recorded_gradients
+from lapa2_interp.circuits.gradients import recorded_gradients
+from lapa2_interp.circuits.guard import check_gradients
 from lapa2_interp.circuits.metrics import Metric, Predictions, one_metric
 from lapa2_interp.circuits.units import all_heads, head_mask
 from lapa2_interp.methods.base import FLOOR, BatchStart, Branch, Method, Prepared, SoftPrefixKey

@@ -116,13 +116,14 @@ def make_units(
 
 def check_heads(model: Model, units: Sequence[Unit]) -> None:
     """Refuse units with heads that the model does not have."""
-    every = set(all_heads(model))
+    n_layers, n_heads = model.cfg.n_layers, model.cfg.n_heads
     for unit in units:
-        if missing := [tuple(pair) for pair in unit.heads if tuple(pair) not in every]:
-            raise CircuitError(
-                f"head {missing[0]} of {unit.name!r} does not exist; the model has layers"
-                f" 0-{model.cfg.n_layers - 1}, heads 0-{model.cfg.n_heads - 1}"
-            )
+        for layer, head in unit.heads:
+            if not (0 <= layer < n_layers and 0 <= head < n_heads):
+                raise CircuitError(
+                    f"head {(layer, head)} of {unit.name!r} does not exist; the model has layers"
+                    f" 0-{n_layers - 1}, heads 0-{n_heads - 1}"
+                )
 
 
 def head_units(n_layers: int, n_heads: int) -> tuple[Unit, ...]:
