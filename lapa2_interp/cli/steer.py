@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from lapa2_interp.cli.functions import Values, command_of
 from lapa2_interp.cli.options import method_parameters
+from lapa2_interp.report.settings import SteerSettings
 
 if TYPE_CHECKING:
     from lapa2_interp.report.steer_result import Steered
@@ -22,4 +23,6 @@ def _print_steered(steered: Steered, values: Values) -> None:
     print(f"\nwritten: {steered.folder / 'report.html'}; {steered.next_step(*inputs)}")
 
 
-steer = command_of("report.steer:steer", read={"parameters": _read_parameters}, show=_print_steered)
+steer = command_of(
+    SteerSettings, "report.steer:steer", read={"parameters": _read_parameters}, show=_print_steered
+)
