@@ -47,6 +47,7 @@ from lapa2_interp._util.errors import (
 )
 from lapa2_interp._util.values import plain, takes_numbers
 
+F = TypeVar("F", bound=Callable[..., Any])
 P = ParamSpec("P")
 S = TypeVar("S", bound="Settings")
 T = TypeVar("T")
@@ -108,9 +109,8 @@ def takes(settings_class: Callable[P, S]) -> Callable[[Callable[[S], T]], Callab
                 raise Lapa2Error(f"{name}: {validation_message(error, located=False)}") from None
             return function(settings)
 
-        about = cleandoc(settings_class.__doc__ or "")
-        sections = cleandoc(function.__doc__ or "").partition("\n\n")[2]
-        call.__doc__ = with_help(f"{about}\n\nArgs:\n\n{sections}", fields)
+        about, sections = settings_class.__doc__, (function.__doc__ or "").partition("\n\n")[2]
+        call.__doc__ = with_help(f"{about}\n\n    Args:\n\n{sections}", fields)
         returned = signature(function).return_annotation
         shape = signature(settings_class).replace(return_annotation=returned)
         call.__signature__ = shape  # type: ignore[attr-defined]
@@ -124,6 +124,7 @@ def takes(settings_class: Callable[P, S]) -> Callable[[Callable[[S], T]], Callab
 
 def with_help(docstring: str, fields: Mapping[str, FieldInfo]) -> str:
     """A docstring whose section "Args" also has the help of the fields that it does not name."""
+    docstring = cleandoc(docstring)
     lines = [
         fill(
             f"{name}: {' '.join((field.description or '').split())}",
@@ -137,3 +138,13 @@ def with_help(docstring: str, fields: Mapping[str, FieldInfo]) -> str:
         if not re.search(rf"^    {name}: ", docstring, re.MULTILINE)
     ]
     return docstring.replace("Args:\n", "\n".join(["Args:", *lines, ""]), 1)
+
+
+def helped_by(settings_class: type[Settings]) -> Callable[[F], F]:
+    """A function that repeats fields in its signature, with their help in its docstring."""
+
+    def decorate(function: F) -> F:
+        function.__doc__ = with_help(function.__doc__ or "", fields_of(settings_class))
+        return function
+
+    return decorate

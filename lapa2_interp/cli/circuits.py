@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from lapa2_interp._util.table_formats import as_text, format_interval, format_number
-from lapa2_interp.circuits.settings import FadingSettings, SelectSettings, StudySettings
+from lapa2_interp.circuits.settings import FILLER, FadingSettings, SelectSettings, StudySettings
 from lapa2_interp.cli.functions import Values, with_options_of
 from lapa2_interp.cli.options import ContrastOptions, ModelOptions
 
@@ -143,7 +143,7 @@ def fading(
     from lapa2_interp._util.files import result_folder
     from lapa2_interp.circuits.contrast_set import ContrastSet
     from lapa2_interp.circuits.fade_account import account_for_fading
-    from lapa2_interp.circuits.fading import FILLER, VERDICTS, measure_fading
+    from lapa2_interp.circuits.fading import VERDICTS, measure_fading
     from lapa2_interp.circuits.selection import Selection
 
     file = options.get("file")

@@ -22,7 +22,7 @@ from typing import Annotated, Any, get_args, get_origin
 from cyclopts import Parameter
 
 from lapa2_interp._util.settings import Settings, fields_of, print_to_stderr, silent
-from lapa2_interp.cli.options import OPTION_NAMES, columns, settings
+from lapa2_interp.cli.texts import OPTION_NAMES, columns, settings
 
 Values = dict[str, Any]
 """Values of settings by name."""

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, make_dataclass
 from dataclasses import fields as fields_of
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
 
 from cyclopts import Group, Parameter
 
-from lapa2_interp._util.errors import Lapa2Error, MethodError, ScoringError
-from lapa2_interp._util.values import read_fields, read_value
+from lapa2_interp._util.values import read_value
 from lapa2_interp.bias.text_start import AUTO_START
+from lapa2_interp.cli.texts import OPTION_NAMES, method_parameters
 from lapa2_interp.generation.settings import CellSettings
 from lapa2_interp.models.machine import Attn, DtypeOrAuto, ModelClass
 
@@ -24,8 +23,6 @@ if TYPE_CHECKING:
 Several = Parameter(consume_multiple=True)
 Unshown = Parameter(show_default=False)
 AsJson = Annotated[bool, Parameter(name="--json")]
-OPTION_NAMES = {"parameters": ("--set",), "changes": ("--set",)}
-"""Options of parameters that have another name."""
 Changes = Annotated[tuple[str, ...], Parameter(name=OPTION_NAMES["changes"], show_default=False)]
 
 BIAS = Group("Bias", sort_key=2)
@@ -243,38 +240,3 @@ class AugmentationOptions:
         """
         if (card := self._card()) is not None:
             card.check(model)
-
-
-def method_parameters(method: str, texts: Sequence[str]) -> dict[str, Any]:
-    """NAME=VALUE options of --set, for the parameters of a method."""
-    from lapa2_interp.methods.registry import find_class
-
-    return read_fields(settings(texts), get_type_hints(find_class(method, True)))
-
-
-def settings(texts: Sequence[str], option: str = "set") -> dict[str, str]:
-    """NAME=VALUE texts of an option, each name once (`read_fields` reads the values)."""
-    assignments = _assignments(texts, option, "NAME=VALUE, such as omega=60", MethodError)
-    for name, values in assignments.items():
-        if len(values) > 1:
-            raise MethodError(
-                f"--{option} gives {name} twice, {' and '.join(values)}; give it once"
-            )
-    return {name: values[0] for name, values in assignments.items()}
-
-
-def columns(texts: Sequence[str]) -> dict[str, list[str]]:
-    """COLUMN=VALUE options of --only; a column that is given twice may have either value."""
-    return _assignments(texts, "only", "COLUMN=VALUE, such as task=sentiment", ScoringError)
-
-
-def _assignments(
-    texts: Sequence[str], option: str, form: str, error: type[Lapa2Error]
-) -> dict[str, list[str]]:
-    assignments: dict[str, list[str]] = {}
-    for text in texts:
-        name, mark, value = text.partition("=")
-        if not mark:
-            raise error(f"--{option} {text!r} is not of the form {form}")
-        assignments.setdefault(name, []).append(value)
-    return assignments

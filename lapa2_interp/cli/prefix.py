@@ -10,13 +10,13 @@ from lapa2_interp._util.commands import command_options
 from lapa2_interp._util.table_formats import as_text, format_interval, interval_cells
 from lapa2_interp._util.values import read_fields
 from lapa2_interp.cli.functions import Values, command_of, load_task
-from lapa2_interp.cli.options import settings
+from lapa2_interp.cli.texts import settings
 from lapa2_interp.prefixes.settings import (
+    PrefixAccuracySettings,
     PrefixEvaluationSettings,
     PrefixImportSettings,
     PrefixTrainingSettings,
 )
-from lapa2_interp.runs.settings import PrefixAccuracySettings
 
 if TYPE_CHECKING:
     import pandas as pd

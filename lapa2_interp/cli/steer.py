@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from lapa2_interp.cli.functions import Values, command_of
-from lapa2_interp.cli.options import method_parameters
+from lapa2_interp.cli.texts import method_parameters
 from lapa2_interp.report.settings import SteerSettings
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""Settings of the commands `prefix train`, `prefix evaluate` and `prefix import`."""
+"""Settings of the commands `prefix train | evaluate | score | import`."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic.dataclasses import dataclass
 
 from lapa2_interp._util.settings import Settings, silent
-from lapa2_interp._util.values import Count
-from lapa2_interp.models.machine import Dtype
+from lapa2_interp._util.values import Count, Positive
+from lapa2_interp.models.machine import Dtype, DtypeOrAuto
 
 if TYPE_CHECKING:
     from lapa2_interp.tasks.task import Task
@@ -123,3 +123,31 @@ class PrefixImportSettings(Settings):
     are the same. The card records that model."""
     trust_remote_code: bool = False
     """Run code that comes with the model."""
+
+
+@dataclass(frozen=True)
+class PrefixAccuracySettings(Settings):
+    """Generate behind soft prefixes, without and with LaPA2; put the accuracy into their cards."""
+
+    folders: Sequence[str | Path]
+    """Sets: folders of `lapa2 prefix train --out`."""
+    _: KW_ONLY
+    task: str | None = None
+    """The task; the one a set was trained for, by default."""
+    samples: Count = 4
+    """Texts per prompt of the task."""
+    length: Count = 64
+    """Tokens of a text, the prompt's included where the task counts them."""
+    alpha: Positive = 0.5
+    """Strength of LaPA2, above 0: 0 is the baseline beside it."""
+    classifier: str = "both"
+    """adapter or linear, which ship, both, or a sequence classifier: hub id or folder."""
+    dtype: DtypeOrAuto = "float32"
+    """Precision of weights and computation; auto is bfloat16 or float32, whichever this machine
+    computes faster."""
+    device: str | None = None
+    """cpu, cuda, cuda:1; CUDA when there is one, by default."""
+    seed: int = 1
+    """Seed of the random streams."""
+    trust_remote_code: bool = False
+    """Run code that comes with a model."""

@@ -16,9 +16,9 @@ from lapa2_interp.generation.resolve import cell_of
 from lapa2_interp.methods.registry import get_for_task, load_task
 from lapa2_interp.models.load import load_model
 from lapa2_interp.models.machine import print_if_slow
+from lapa2_interp.prefixes.settings import PrefixAccuracySettings
 from lapa2_interp.prefixes.soft_prefix import GeneratedAccuracy, cards_in, write_card
 from lapa2_interp.runs.generate import make_cells
-from lapa2_interp.runs.settings import PrefixAccuracySettings
 from lapa2_interp.scoring.registry import ScorerOptions, make_scorer
 from lapa2_interp.scoring.scorer import CLASSIFIER_CHOICES, expand_scorers
 from lapa2_interp.scoring.tables import score_table

@@ -1,4 +1,4 @@
-"""Settings of the commands of runs: `score`, `scorers sheets`, `sweep`, `prefix score`."""
+"""Settings of the commands of runs: `score`, `scorers sheets` and `sweep`."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from lapa2_interp._util.settings import Settings, print_to_stderr, silent
-from lapa2_interp._util.values import Count, Natural, NotNegative, Positive
-from lapa2_interp.models.machine import Attn, Dtype, DtypeOrAuto
+from lapa2_interp._util.values import Count, Natural, NotNegative
+from lapa2_interp.models.machine import Attn, Dtype
 
 USUAL = ("accuracy", "perplexity", "distinct")
 """The scorers where none is named."""
@@ -166,31 +166,3 @@ class SweepSettings(Settings):
     """Start also what reads over 10^11 tokens, or needs more memory than there is."""
     notify: Callable[[str], None] = print_to_stderr
     """Called with what is to be made, and about cells that fail."""
-
-
-@dataclass(frozen=True)
-class PrefixAccuracySettings(Settings):
-    """Generate behind soft prefixes, without and with LaPA2; put the accuracy into their cards."""
-
-    folders: Sequence[str | Path]
-    """Sets: folders of `lapa2 prefix train --out`."""
-    _: KW_ONLY
-    task: str | None = None
-    """The task; the one a set was trained for, by default."""
-    samples: Count = 4
-    """Texts per prompt of the task."""
-    length: Count = 64
-    """Tokens of a text, the prompt's included where the task counts them."""
-    alpha: Positive = 0.5
-    """Strength of LaPA2, above 0: 0 is the baseline beside it."""
-    classifier: str = "both"
-    """adapter or linear, which ship, both, or a sequence classifier: hub id or folder."""
-    dtype: DtypeOrAuto = "float32"
-    """Precision of weights and computation; auto is bfloat16 or float32, whichever this machine
-    computes faster."""
-    device: str | None = None
-    """cpu, cuda, cuda:1; CUDA when there is one, by default."""
-    seed: int = 1
-    """Seed of the random streams."""
-    trust_remote_code: bool = False
-    """Run code that comes with a model."""
