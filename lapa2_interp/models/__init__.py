@@ -16,4 +16,11 @@ __all__ = [
     "model_card",
     "probe",
 ]
-__getattr__, __dir__ = lazy_names(__name__)
+__getattr__, __dir__ = lazy_names(
+    __name__,
+    {
+        "card": "TransformersModel model_card",
+        "liveness": "probe",
+        "load": "load_model load_tokenizer",
+    },
+)
