@@ -318,9 +318,10 @@ def _run(words: list[str]) -> int:
     done = False
     try:
         check_arguments(words)
-        for command in app.parse_commands(words)[1]:
-            if isfunction(command.default_command):  # no method of cyclopts, such as its --help
-                command.help = None  # now its docstring, of which the list has one sentence
+        if "--help" in words or "-h" in words:
+            for command in app.parse_commands(words)[1]:
+                if isfunction(command.default_command):
+                    command.help = None  # now its docstring, of which the list has one sentence
         with stop_on_sigterm():
             app(
                 join_dashed_values(words),

@@ -82,7 +82,8 @@ def arguments_of(settings_class: type[Settings]) -> list[Argument]:
         if value_type is None:
             continue
         several = get_origin(value_type) is tuple and get_args(value_type)[-1] is Ellipsis
-        kind, default = Argument.KEYWORD_ONLY, field.default
+        kind: Any = Argument.KEYWORD_ONLY
+        default = field.default
         if field.is_required():
             default = Argument.empty
             if number == 0 and not field.kw_only:
@@ -99,8 +100,8 @@ def arguments_of(settings_class: type[Settings]) -> list[Argument]:
                 consume_multiple=several and option is None,
                 show_default=default not in ((), None, False),
             )
-        annotation = Annotated[value_type, shown]
-        arguments.append(Argument(name, kind, default=default, annotation=annotation))
+        annotated: Any = Annotated[value_type, shown]
+        arguments.append(Argument(name, kind, default=default, annotation=annotated))
     # A parameter without a default comes before those with one.
     return sorted(arguments, key=lambda one: (one.kind, one.default is not Argument.empty))
 
