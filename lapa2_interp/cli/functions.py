@@ -91,15 +91,12 @@ def arguments_of(settings_class: type[Settings]) -> list[Argument]:
                 value_type = get_args(value_type)[0] if several else value_type
         elif several and default is None:
             default = ()
-        shown = Parameter(help=field.description)
-        if kind is Argument.KEYWORD_ONLY:
-            option = OPTION_NAMES.get(name)
-            shown = Parameter(
-                name=option,
-                help=field.description,
-                consume_multiple=several and option is None,
-                show_default=default not in ((), None, False),
-            )
+        shown = Parameter(
+            name=OPTION_NAMES.get(name),
+            help=field.description,
+            consume_multiple=several and name not in OPTION_NAMES,
+            show_default=default not in ((), None, False),
+        )
         annotated: Any = Annotated[value_type, shown]
         arguments.append(Argument(name, kind, default=default, annotation=annotated))
     # A parameter without a default comes before those with one.

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
 
 from cyclopts import Group, Parameter
 
-from lapa2_interp._util.values import read_value
+from lapa2_interp._util.values import read_value, takes_numbers
 from lapa2_interp.bias.text_start import AUTO_START
 from lapa2_interp.cli.texts import OPTION_NAMES, method_parameters
 from lapa2_interp.generation.settings import CellSettings
@@ -39,11 +39,6 @@ GROUPS = {
     COMPUTING: ("dtype", "model_class", "max_rows"),
 }  # fmt: skip
 """Groups of the options that are settings of a cell; `AugmentationOptions` has the bias."""
-AS_TEXT = (
-    "model", "attribute", "method", "task", "prefix", "label", "patterns", "eos", "ban_words",
-    "trace", "dtype", "model_class", "start",
-)  # fmt: skip
-"""Settings whose values are texts, and are not read as TOML."""
 OTHER_NAMES = OPTION_NAMES | {"prompts": ("--prompts", "--prompt")}
 
 
@@ -89,8 +84,9 @@ def given_settings(options: Any) -> dict[str, Any]:
     for option in fields_of(options):
         value = getattr(options, option.name)
         if value != option.default:
-            as_it_is = option.name in AS_TEXT or not isinstance(value, str)
-            values[option.name] = value if as_it_is else read_value(value)
+            is_number = takes_numbers(CellSettings.model_fields[option.name].annotation)
+            as_number = is_number and isinstance(value, str)  # and no flag, which is read already
+            values[option.name] = read_value(value) if as_number else value
     prompts = values.get("prompts", ())
     if len(prompts) == 1 and (prompts[0].isdigit() or prompts[0] == "task"):
         values["prompts"] = read_value(prompts[0])
