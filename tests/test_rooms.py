@@ -173,6 +173,19 @@ def test_no_import_of_the_package_hides_in_a_function():
     assert not hidden
 
 
+def test_no_module_evaluates_or_reads_source():
+    """Of the package itself: a formula of `methods.arithmetic` is a user's."""
+    names = {"eval", "exec", "locals", "getsource", "getsourcelines"}
+    found_in = {
+        module
+        for module, tree in TREES.items()
+        for node in ast.walk(tree)
+        if (isinstance(node, ast.Call) and getattr(node.func, "id", getattr(node.func, "attr", "")) in names and (node.args or isinstance(node.func, ast.Name)))
+        or (isinstance(node, ast.Import) and any(alias.name == "ast" for alias in node.names))
+    }  # fmt: skip
+    assert found_in == {f"{FACE}.methods.arithmetic"}
+
+
 def test_the_tests_stand_in_the_same_rooms():
     folders = {
         folder.name for folder in Path(__file__).parent.iterdir() if any(folder.glob("test_*.py"))

@@ -14,12 +14,12 @@ if TYPE_CHECKING:
 
 
 def _read_parameters(texts: Sequence[str], values: Values) -> dict[str, Any]:
-    return method_parameters(values.get("method", "dexperts"), texts)
+    return method_parameters(values.get("method", SteerSettings.method), texts)
 
 
 def _print_steered(steered: Steered, values: Values) -> None:
     print(f"\n{steered.summary()}\n{steered.selection.gain}")
-    inputs = values.get("task", "sentiment"), values["prompts"], values.get("device")
+    inputs = values.get("task", SteerSettings.task), values["prompts"], values.get("device")
     print(f"\nwritten: {steered.folder / 'report.html'}; {steered.next_step(*inputs)}")
 
 

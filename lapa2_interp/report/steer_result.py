@@ -195,7 +195,9 @@ class Steered:
         ]
         return "\n".join([*lines, *map(format_test, self.tests.to_dict("records"))])
 
-    def next_step(self, task: str, prompts: Path, device: str | None = None) -> str:
+    def next_step(
+        self, task: str, prompts: Path | Sequence[Path], device: str | None = None
+    ) -> str:
         """What to do with the result: a command that steers with the card, or what could decide
         whether to.
 
@@ -219,7 +221,7 @@ class Steered:
             return "it is not shown that steering with these heads gains; more prompts may decide"
         return f"steer with\n    {self.command(task, prompts, device)}"
 
-    def command(self, task: str, prompts: Path, device: str | None = None) -> str:
+    def command(self, task: str, prompts: Path | Sequence[Path], device: str | None = None) -> str:
         """The command that makes texts as the chosen heads' were made."""
         plan = self.plan
         return command(
