@@ -65,7 +65,7 @@ class Settings:
         """Numbers and truth values are checked here; what reads a name or a path refuses it."""
         if takes_numbers(fields_of(cls)[str(info.field_name)].annotation):
             value = plain(value)
-            check(value)  # whose own result would make a whole number of 2.0 or a float of 2
+            check(value)  # whose result would be a float of a whole number, and printed as one
         return value
 
 
@@ -114,9 +114,6 @@ def takes(settings_class: Callable[P, S]) -> Callable[[Callable[[S], T]], Callab
         returned = signature(function).return_annotation
         shape = signature(settings_class).replace(return_annotation=returned)
         call.__signature__ = shape  # type: ignore[attr-defined]
-        call.__annotations__ = {name: one.annotation for name, one in shape.parameters.items()} | {
-            "return": returned
-        }
         return call
 
     return decorate
