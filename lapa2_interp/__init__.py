@@ -62,4 +62,22 @@ if TYPE_CHECKING:
     from lapa2_interp.runs.generate import generate
     from lapa2_interp.runs.run import load_run
 
-__getattr__, __dir__ = lazy_names(__name__)
+__getattr__, __dir__ = lazy_names(
+    __name__,
+    {
+        "_util.errors": "Lapa2Error",
+        "attention.hooked": "augmented",
+        "bias.augmentation": "Augmentation",
+        "bias.layout": "Layout",
+        "bias.padded_rows": "PaddedRows",
+        "bias.recipes": "recipe",
+        "circuits.selection": "Selection",
+        "generation.cell": "Cell",
+        "generation.teacher_forcing": "teacher_forced",
+        "models.load": "load_model",
+        "report.steer": "steer",
+        "runs.generate": "generate",
+        "runs.run": "load_run",
+    },
+    modules="circuits methods scoring tasks _util.plots bias.recipes bias.theory",
+)

@@ -129,15 +129,28 @@ def test_an_init_is_empty_or_lazy(module):
 
 
 @pytest.mark.parametrize("module", ["", *(name for name in ROOMS if name != "stats")])
-def test_a_lazy_name_is_said_twice_alike(module):
-    """`__all__` is what editors and `import *` see, the block for type checkers where it comes from."""
-    package = __import__("importlib").import_module(f"{FACE}.{module}".rstrip("."))
+def test_a_lazy_name_is_said_alike_in_all_places(module):
+    """`__all__` is what `import *` sees, the block for type checkers and the table where it comes
+    from."""
+    name = f"{FACE}.{module}".rstrip(".")
+    package = __import__("importlib").import_module(name)
     names = getattr(package, "__all__", None)
     if names is not None:
         assert len(set(names)) == len(names)
         assert set(names) <= set(dir(package))
-        for name in names:
-            assert getattr(package, name) is not None
+        (block,) = (
+            node
+            for node in TREES[name].body
+            if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+        )
+        of_checkers = {alias.name: part.module for part in block.body for alias in part.names}
+        assert set(of_checkers) == set(names)
+        for public, home in of_checkers.items():
+            value = getattr(package, public)
+            if f"{home}.{public}" in FILES:
+                assert value.__name__ == f"{home}.{public}"
+            else:
+                assert value is getattr(__import__("importlib").import_module(home), public)
         with pytest.raises(AttributeError, match="no attribute 'generat'"):
             package.generat  # noqa: B018
 
@@ -158,6 +171,19 @@ def test_no_import_of_the_package_hides_in_a_function():
                     names = [alias.name for alias in node.names]
                 hidden += [(module, name) for name in names if name.split(".")[0] == FACE]
     assert not hidden
+
+
+def test_no_module_evaluates_or_reads_source():
+    """Of the package itself: a formula of `methods.arithmetic` is a user's."""
+    names = {"eval", "exec", "locals", "getsource", "getsourcelines"}
+    found_in = {
+        module
+        for module, tree in TREES.items()
+        for node in ast.walk(tree)
+        if (isinstance(node, ast.Call) and getattr(node.func, "id", getattr(node.func, "attr", "")) in names and (node.args or isinstance(node.func, ast.Name)))
+        or (isinstance(node, ast.Import) and any(alias.name == "ast" for alias in node.names))
+    }  # fmt: skip
+    assert found_in == {f"{FACE}.methods.arithmetic"}
 
 
 def test_the_tests_stand_in_the_same_rooms():

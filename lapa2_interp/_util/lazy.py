@@ -2,55 +2,40 @@
 
 from __future__ import annotations
 
-import ast
 import sys
-from collections.abc import Callable
-from functools import cache
+from collections.abc import Callable, Mapping
 from importlib import import_module
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 
-@cache
-def _homes(package: str) -> dict[str, tuple[str, str]]:
-    """Module and name for each import of the package's `if TYPE_CHECKING` block."""
-    tree = ast.parse(Path(str(sys.modules[package].__file__)).read_text("utf-8"))
-    blocks = [node for node in tree.body if isinstance(node, ast.If)]
-    return {
-        alias.asname or alias.name: (node.module, alias.name)
-        for block in blocks
-        for node in block.body
-        if isinstance(node, ast.ImportFrom) and node.module
-        for alias in node.names
-    }
+def lazy_names(
+    package: str, homes: Mapping[str, str], modules: str = ""
+) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """`__getattr__` and `__dir__` of a package that imports a name when it is first used, so that
+    importing the package loads neither torch nor transformers.
 
-
-def lazy_names(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """`__getattr__` and `__dir__` of a package whose `if TYPE_CHECKING` block says where each name
-    comes from.
-
-    Type checkers and editors read that block; at run time a name is imported when it is first
-    used, so that importing the package loads neither torch nor transformers.
+    The package says each name three times, which a test compares: in this table, in `__all__`, and
+    for type checkers and editors in an `if TYPE_CHECKING` block.
 
     Args:
         package: Its `__name__`.
+        homes: By module of the package, the names that it defines, with spaces between them.
+        modules: Modules that are names themselves.
 
     Raises:
-        AttributeError: From `__getattr__`, for a name that the block does not import.
+        AttributeError: From `__getattr__`, for a name that is not in the table.
     """
+    places = {name: (module, name) for module, names in homes.items() for name in names.split()}
+    places |= {module.rpartition(".")[2]: (module, "") for module in modules.split()}
 
     def load(name: str) -> Any:
-        if name.startswith("__") or name not in _homes(package):
+        if name not in places:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        module, original = _homes(package)[name]
-        spec = find_spec(module)
-        is_package = spec is not None and spec.submodule_search_locations is not None
-        if is_package and find_spec(f"{module}.{original}"):
-            value: Any = import_module(f"{module}.{original}")
-        else:
-            value = getattr(import_module(module), original)
+        module, attribute = places[name]
+        value: Any = import_module(f"{package}.{module}")
+        if attribute:
+            value = getattr(value, attribute)
         setattr(sys.modules[package], name, value)
         return value
 
-    return load, lambda: sorted({*vars(sys.modules[package]), *_homes(package)})
+    return load, lambda: sorted({*vars(sys.modules[package]), *places})

@@ -11,8 +11,18 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import cache, wraps
 from inspect import signature, unwrap
-from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, ParamSpec, TypeVar, Union, get_args, get_origin
+from types import NoneType, SimpleNamespace, UnionType
+from typing import (
+    Annotated,
+    Any,
+    Literal,
+    ParamSpec,
+    TypeVar,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 from pydantic import Field
 
@@ -100,15 +110,12 @@ def numbers_checked(function: Callable[P, T]) -> Callable[P, T]:
     @cache
     def annotations() -> dict[str, Any]:
         checked = {}
-        for name, own in shape.parameters.items():
-            annotation = own.annotation
+        for name, argument in shape.parameters.items():
             with suppress(NameError):  # a name for type checkers alone is no number's
-                annotation = eval(annotation, names) if isinstance(annotation, str) else annotation
-                if (
-                    get_origin(annotation) is not Literal
-                    and (numbers := number_type(annotation)) is not None
-                ):
-                    checked[name] = numbers
+                one = SimpleNamespace(__annotations__={name: argument.annotation})
+                hint = get_type_hints(one, names, include_extras=True)[name]
+                if takes_numbers(hint):
+                    checked[name] = number_type(hint)
         return checked
 
     @wraps(function)
@@ -120,6 +127,11 @@ def numbers_checked(function: Callable[P, T]) -> Callable[P, T]:
         return function(*arguments, **named)
 
     return call
+
+
+def takes_numbers(annotation: Any) -> bool:
+    """True of the type of a parameter whose values are checked where it is declared."""
+    return get_origin(annotation) is not Literal and number_type(annotation) is not None
 
 
 def number_type(annotation: Any) -> Any:

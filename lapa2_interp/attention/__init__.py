@@ -28,4 +28,12 @@ __all__ = [
     "soft_inputs",
     "step_table",
 ]
-__getattr__, __dir__ = lazy_names(__name__)
+__getattr__, __dir__ = lazy_names(
+    __name__,
+    {
+        "cache": "soft_inputs",
+        "hooked": "augmented",
+        "recorder": "Recorder",
+        "tables": "fit_table head_table local_ratio pooled prefix_token_table step_table",
+    },
+)

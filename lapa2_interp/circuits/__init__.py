@@ -75,4 +75,26 @@ __all__ = [
     "span_effect",
     "sufficient_tokens",
 ]
-__getattr__, __dir__ = lazy_names(__name__)
+__getattr__, __dir__ = lazy_names(
+    __name__,
+    {
+        "contrast_set": "ContrastSet",
+        "control": "ControlScore control_score",
+        "examples": "RAW ContrastExample",
+        "fade_account": "FadeAccount account_for_fading",
+        "fading": "Fading measure_fading",
+        "gradients": "Attribution attribution prefilter_recall",
+        "hidden_span": "span_effect",
+        "knockout": "JointCurve KnockOut joint_curve knock_out",
+        "logit_attribution": "HeadLogitAttribution head_logit_attribution",
+        "metrics": "METRICS Predictions",
+        "patching": "Patching patch",
+        "prefix_attention": (
+            "alpha_at_prefix_attention mean_prefix_attention prefix_attention_by_head"
+        ),
+        "pro_aug": "PromptSlope prompt_slope",
+        "selection": "Selection select sufficient_tokens",
+        "unit_table": "UnitTable",
+        "units": "Unit make_units",
+    },
+)

@@ -61,7 +61,7 @@ from lapa2_interp.attention.cached_heads import SlotLayer
 from lapa2_interp.circuits.contrast_set import ContrastLike, ContrastSet
 from lapa2_interp.circuits.edits import items_per_batch
 from lapa2_interp.circuits.examples import ContrastExample, batches
-from lapa2_interp.circuits.fading import FILLER, NEAR, refuse_raw, texts_for_fading
+from lapa2_interp.circuits.fading import NEAR, refuse_raw, texts_for_fading
 from lapa2_interp.circuits.far_passes import (
     CachedForward,
     Rule,
@@ -73,6 +73,7 @@ from lapa2_interp.circuits.far_passes import (
 from lapa2_interp.circuits.guard import check_model_class
 from lapa2_interp.circuits.metrics import Metric, Predictions, metrics_by_name
 from lapa2_interp.circuits.result_store import RECHECKED, ResultStore
+from lapa2_interp.circuits.settings import FILLER
 from lapa2_interp.circuits.statistics import share_interval
 from lapa2_interp.models.card import prepacked_model
 from lapa2_interp.models.facts import Model, facts_of

@@ -45,6 +45,7 @@ from tqdm import tqdm
 from lapa2_interp._util.errors import CircuitError
 from lapa2_interp._util.plots import COLOURS, Drawing, legend_above, new_figure, plain_axes
 from lapa2_interp._util.progress import given_or_new_bar
+from lapa2_interp._util.settings import helped_by
 from lapa2_interp._util.values import Count, Natural, numbers_checked
 from lapa2_interp.circuits.contrast_set import ContrastLike, ContrastSet, as_contrast_set
 from lapa2_interp.circuits.edits import Heads, items_per_batch
@@ -61,6 +62,7 @@ from lapa2_interp.circuits.far_passes import (
 from lapa2_interp.circuits.guard import check_model_class
 from lapa2_interp.circuits.metrics import Metric, Predictions, one_metric
 from lapa2_interp.circuits.result_store import RECHECKED, ResultStore
+from lapa2_interp.circuits.settings import FILLER, FadingSettings
 from lapa2_interp.circuits.statistics import share_interval
 from lapa2_interp.circuits.units import all_heads, head_mask, make_units
 from lapa2_interp.models.card import prepacked_model
@@ -82,8 +84,6 @@ CHANGES: dict[Bias, str] = {
 ALL = "all heads"
 NEAR = 1
 """Tokens between prompt and scored tokens near."""
-FILLER = (64, 128, 256)
-"""Tokens between prompt and scored tokens far."""
 MARGIN = 0.2
 """A share of the fade below this counts as none, and above 1 minus this as all."""
 VERDICTS = {
@@ -248,6 +248,7 @@ def _verdict(low: float, high: float, no_fade: bool, prompts: int) -> str:
     return "in part" if low > MARGIN and high < 1 - MARGIN else "inconclusive"
 
 
+@helped_by(FadingSettings)
 @numbers_checked
 @accepts_model_name
 def measure_fading(
@@ -271,17 +272,9 @@ def measure_fading(
         model: A TransformerBridge or a `TransformersModel`.
         contrast: A `ContrastSet`, or a task by name or value, or one or more examples. A text must
             have `max(filler) + tokens` tokens: the last ones are scored, after the filler.
-        filler: Numbers of tokens between prompt and scored tokens; near, the number is one.
         tokens: Number of scored tokens.
         heads: Sets of heads by name, beside all heads: pairs, or a text such as "3.1,4.0-8".
-        random: Sets of as many random heads as the first of `heads` has.
-        alpha: Alpha of the bias lapa2, for comparison.
-        metric: The metric of control: js, lex, llr or kl; by default lex where there are words,
-            because shares of lex add up, and else js.
         seed: Seed of the random heads, and of the texts of a task.
-        file: A file for finished texts, a line for each batch, from which the same call continues.
-            Two stored texts are computed again, near and at the longest filler: the new numbers
-            must equal the stored values but for rounding.
         batch_size: Texts in one forward pass; changes nothing but memory and time.
         progress: A bar that counts steps.
 

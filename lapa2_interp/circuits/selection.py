@@ -33,7 +33,7 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from itertools import combinations
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import numpy as np
 from jaxtyping import Float
@@ -48,6 +48,7 @@ from lapa2_interp._util.errors import (
 from lapa2_interp._util.files import write_json
 from lapa2_interp._util.parsing import parse_object, read_text
 from lapa2_interp._util.paths import looked_for
+from lapa2_interp._util.settings import helped_by
 from lapa2_interp._util.values import Natural, check_value, numbers_checked
 from lapa2_interp._util.version import __version__
 from lapa2_interp.bias.augmentation import Augmentation
@@ -60,6 +61,7 @@ from lapa2_interp.circuits.knockout import knock_out
 from lapa2_interp.circuits.logit_attribution import head_logit_attribution
 from lapa2_interp.circuits.prefix_attention import prefix_attention_by_head
 from lapa2_interp.circuits.pro_aug import PromptSlope, prompt_slope
+from lapa2_interp.circuits.settings import SCREENED, HeadScore, SelectSettings
 from lapa2_interp.circuits.statistics import share_interval, split_half
 from lapa2_interp.circuits.units import Unit, all_heads, make_units
 from lapa2_interp.methods.base import Method
@@ -69,15 +71,11 @@ from lapa2_interp.models.load import accepts_model_name
 from lapa2_interp.stats import FEW, bounds
 from lapa2_interp.tasks.task import Prompts, Task
 
-HeadScore = Literal["cut", "slope", "dla", "mass", "random"]
 SIGNED = ("cut", "slope", "dla")
 """Scores whose sign separates heads that carry control from heads that work against it."""
 REQUIRED_SHARE, REQUIRED_BOUND = 0.9, 0.8
 """Tokens suffice if with them alone at least this share of the control is left, and its lower bound
 is at least the second number."""
-SCREENED = 60
-"""Heads that are knocked out by default. On SmolLM2, the 24 of largest estimate hold 92 % of the 24
-of largest effect."""
 MAX_EXHAUSTIVE = 8
 """The longest prefix for which all sets of its tokens are tried."""
 
@@ -224,6 +222,7 @@ class Selection(BaseModel):
             ) from error
 
 
+@helped_by(SelectSettings)
 @numbers_checked
 @accepts_model_name
 def select(
@@ -248,19 +247,7 @@ def select(
     Args:
         model: A TransformerBridge; by cut and mass also a `TransformersModel`.
         contrast: A `ContrastSet`, or a task by name or value, or one or more examples.
-        score: What orders heads: the control lost without their view of the prefix (cut); what a
-            bias gains per unit of b (slope, one pass a text); what they write themselves (dla);
-            their attention on the prefix (mass); nothing (random).
-        heads: The largest number of heads; 0 is all, in no order.
-        positions: Tokens of the prefix: all, auto (the smallest set that keeps 90 % of the control,
-            `sufficient_tokens`), or positions within it such as 0,2-4.
-        metric: The metric of control: js, lex, llr or kl.
-        screen: The number of heads that are knocked out (by cut): of 15 prompts or more, one half
-            orders all heads by the gradient, and the other half decides; 0 is all, on all prompts.
         seed: Seed of random heads, and of the texts of a task.
-        file: A file for finished knock-outs (by cut), from which the same call continues.
-        pro_aug: A method such as air-decoding, of which is also decided whether its raw branch
-            strengthens the prompt, on these texts and in the chosen heads.
 
     Raises:
         CircuitError: Fewer than 8 prompts, no head is left, a file by another score than cut

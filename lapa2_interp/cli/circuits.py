@@ -5,11 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 from lapa2_interp._util.table_formats import as_text, format_interval, format_number
-from lapa2_interp.cli.functions import Values, hands_on
+from lapa2_interp.circuits.settings import FILLER, FadingSettings, SelectSettings, StudySettings
+from lapa2_interp.cli.functions import Values, with_options_of
 from lapa2_interp.cli.options import ContrastOptions, ModelOptions
 
 
-@hands_on("circuits.study:run_study", without=("folder", "report"))
+@with_options_of(StudySettings)
 def circuits(
     model: str,
     /,
@@ -50,7 +51,7 @@ def circuits(
     print(f"\n{study.summary()}\n\nwritten: {page}")
 
 
-@hands_on("circuits.selection:select")
+@with_options_of(SelectSettings)
 def select(
     model: str,
     /,
@@ -106,7 +107,7 @@ def select(
     print(f"written: {out}")
 
 
-@hands_on("circuits.fading:measure_fading", without=("heads", "batch_size"))
+@with_options_of(FadingSettings)
 def fading(
     model: str,
     /,
@@ -142,7 +143,7 @@ def fading(
     from lapa2_interp._util.files import result_folder
     from lapa2_interp.circuits.contrast_set import ContrastSet
     from lapa2_interp.circuits.fade_account import account_for_fading
-    from lapa2_interp.circuits.fading import FILLER, VERDICTS, measure_fading
+    from lapa2_interp.circuits.fading import VERDICTS, measure_fading
     from lapa2_interp.circuits.selection import Selection
 
     file = options.get("file")

@@ -17,9 +17,9 @@ from lapa2_interp.cli.options import (
     AugmentationOptions,
     SettingOptions,
     Several,
-    columns,
     given_settings,
 )
+from lapa2_interp.cli.texts import columns
 from lapa2_interp.models.machine import Attn
 
 if TYPE_CHECKING:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, make_dataclass
 from dataclasses import fields as fields_of
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
 
 from cyclopts import Group, Parameter
 
-from lapa2_interp._util.errors import Lapa2Error, MethodError, ScoringError
-from lapa2_interp._util.values import read_fields, read_value
+from lapa2_interp._util.values import read_value, takes_numbers
 from lapa2_interp.bias.text_start import AUTO_START
+from lapa2_interp.cli.texts import OPTION_NAMES, method_parameters
 from lapa2_interp.generation.settings import CellSettings
 from lapa2_interp.models.machine import Attn, DtypeOrAuto, ModelClass
 
@@ -24,8 +23,6 @@ if TYPE_CHECKING:
 Several = Parameter(consume_multiple=True)
 Unshown = Parameter(show_default=False)
 AsJson = Annotated[bool, Parameter(name="--json")]
-OPTION_NAMES = {"parameters": ("--set",), "changes": ("--set",)}
-"""Options of parameters that have another name."""
 Changes = Annotated[tuple[str, ...], Parameter(name=OPTION_NAMES["changes"], show_default=False)]
 
 BIAS = Group("Bias", sort_key=2)
@@ -42,11 +39,6 @@ GROUPS = {
     COMPUTING: ("dtype", "model_class", "max_rows"),
 }  # fmt: skip
 """Groups of the options that are settings of a cell; `AugmentationOptions` has the bias."""
-AS_TEXT = (
-    "model", "attribute", "method", "task", "prefix", "label", "patterns", "eos", "ban_words",
-    "trace", "dtype", "model_class", "start",
-)  # fmt: skip
-"""Settings whose values are texts, and are not read as TOML."""
 OTHER_NAMES = OPTION_NAMES | {"prompts": ("--prompts", "--prompt")}
 
 
@@ -92,8 +84,9 @@ def given_settings(options: Any) -> dict[str, Any]:
     for option in fields_of(options):
         value = getattr(options, option.name)
         if value != option.default:
-            as_it_is = option.name in AS_TEXT or not isinstance(value, str)
-            values[option.name] = value if as_it_is else read_value(value)
+            is_number = takes_numbers(CellSettings.model_fields[option.name].annotation)
+            as_number = is_number and isinstance(value, str)  # and no flag, which is read already
+            values[option.name] = read_value(value) if as_number else value
     prompts = values.get("prompts", ())
     if len(prompts) == 1 and (prompts[0].isdigit() or prompts[0] == "task"):
         values["prompts"] = read_value(prompts[0])
@@ -243,38 +236,3 @@ class AugmentationOptions:
         """
         if (card := self._card()) is not None:
             card.check(model)
-
-
-def method_parameters(method: str, texts: Sequence[str]) -> dict[str, Any]:
-    """NAME=VALUE options of --set, for the parameters of a method."""
-    from lapa2_interp.methods.registry import find_class
-
-    return read_fields(settings(texts), get_type_hints(find_class(method, True)))
-
-
-def settings(texts: Sequence[str], option: str = "set") -> dict[str, str]:
-    """NAME=VALUE texts of an option, each name once (`read_fields` reads the values)."""
-    assignments = _assignments(texts, option, "NAME=VALUE, such as omega=60", MethodError)
-    for name, values in assignments.items():
-        if len(values) > 1:
-            raise MethodError(
-                f"--{option} gives {name} twice, {' and '.join(values)}; give it once"
-            )
-    return {name: values[0] for name, values in assignments.items()}
-
-
-def columns(texts: Sequence[str]) -> dict[str, list[str]]:
-    """COLUMN=VALUE options of --only; a column that is given twice may have either value."""
-    return _assignments(texts, "only", "COLUMN=VALUE, such as task=sentiment", ScoringError)
-
-
-def _assignments(
-    texts: Sequence[str], option: str, form: str, error: type[Lapa2Error]
-) -> dict[str, list[str]]:
-    assignments: dict[str, list[str]] = {}
-    for text in texts:
-        name, mark, value = text.partition("=")
-        if not mark:
-            raise error(f"--{option} {text!r} is not of the form {form}")
-        assignments.setdefault(name, []).append(value)
-    return assignments

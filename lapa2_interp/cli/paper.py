@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from lapa2_interp.cli.functions import command_of
+from lapa2_interp.paper.settings import PropositionSettings
 
-propositions = command_of("paper.proposition_study:run_proposition_study")
+propositions = command_of(PropositionSettings, "paper.proposition_study:run_proposition_study")
 
 
 def report(run: Path, /, *, tables: Path | None = None, out: Path | None = None) -> None:

@@ -10,7 +10,13 @@ from lapa2_interp._util.commands import command_options
 from lapa2_interp._util.table_formats import as_text, format_interval, interval_cells
 from lapa2_interp._util.values import read_fields
 from lapa2_interp.cli.functions import Values, command_of, load_task
-from lapa2_interp.cli.options import settings
+from lapa2_interp.cli.texts import settings
+from lapa2_interp.prefixes.settings import (
+    PrefixAccuracySettings,
+    PrefixEvaluationSettings,
+    PrefixImportSettings,
+    PrefixTrainingSettings,
+)
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -40,13 +46,26 @@ def _print_import(prefix: SoftPrefix, values: Values) -> None:
 
 
 train = command_of(
-    "prefixes.make:make_set", read={"changes": _read_changes}, prepare=load_task, show=_print_set
+    PrefixTrainingSettings,
+    "prefixes.make:make_set",
+    read={"changes": _read_changes},
+    prepare=load_task,
+    show=_print_set,
 )
-evaluate = command_of("prefixes.make:measure_sets", prepare=load_task, show=_print_sets)
+evaluate = command_of(
+    PrefixEvaluationSettings, "prefixes.make:measure_sets", prepare=load_task, show=_print_sets
+)
 score = command_of(
-    "runs.prefix_accuracy:prefix_accuracy", show=lambda table, _: print(as_text(table, ".3f"))
+    PrefixAccuracySettings,
+    "runs.prefix_accuracy:prefix_accuracy",
+    show=lambda table, _: print(as_text(table, ".3f")),
 )
-import_ = command_of("prefixes.importing:import_into_set", prepare=load_task, show=_print_import)
+import_ = command_of(
+    PrefixImportSettings,
+    "prefixes.importing:import_into_set",
+    prepare=load_task,
+    show=_print_import,
+)
 
 
 def recipes() -> None:

@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING
 
 from lapa2_interp._util.table_formats import as_text
 from lapa2_interp.cli.functions import Values, command_of, load_task
+from lapa2_interp.runs.settings import ScoreSettings, SheetSettings
 from lapa2_interp.scoring.scorer import SCORERS
+from lapa2_interp.scoring.settings import RatingSettings, TrainingSettings
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -30,7 +32,7 @@ def _print_scores(scored: Scored, values: Values) -> None:
         print(f"\ntables in {values['out']}")
 
 
-score = command_of("runs.score:score", prepare=_into_the_run, show=_print_scores)
+score = command_of(ScoreSettings, "runs.score:score", prepare=_into_the_run, show=_print_scores)
 
 
 def list_scorers() -> None:
@@ -70,7 +72,9 @@ def _print_card(card: LinearCard, values: Values) -> None:
     _show_held_out(card)
 
 
-train = command_of("scoring.training:train_scorer", prepare=load_task, show=_print_card)
+train = command_of(
+    TrainingSettings, "scoring.training:train_scorer", prepare=load_task, show=_print_card
+)
 
 
 def _print_key(key: pd.DataFrame, values: Values) -> None:
@@ -90,5 +94,5 @@ def _print_ratings(tables: dict[str, pd.DataFrame], values: Values) -> None:
         print(f"tables in {values['out']}")
 
 
-sheets = command_of("runs.score:rating_sheets", show=_print_key)
-answers = command_of("scoring.human:rating_tables", show=_print_ratings)
+sheets = command_of(SheetSettings, "runs.score:rating_sheets", show=_print_key)
+answers = command_of(RatingSettings, "scoring.human:rating_tables", show=_print_ratings)

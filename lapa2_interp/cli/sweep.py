@@ -13,6 +13,7 @@ from lapa2_interp._util.table_formats import as_text
 from lapa2_interp._util.terminal import escape_line
 from lapa2_interp.cli.functions import Values, command_of
 from lapa2_interp.cli.options import AsJson, Changes
+from lapa2_interp.runs.settings import SweepSettings
 
 if TYPE_CHECKING:
     from lapa2_interp.runs.fill import Swept
@@ -176,7 +177,9 @@ def _read_changes(texts: Sequence[str], values: Values) -> dict[str, Any]:
     return parse_changes(texts)
 
 
-sweep = command_of("runs.sweep:sweep", read={"changes": _read_changes}, show=_print_swept)
+sweep = command_of(
+    SweepSettings, "runs.sweep:sweep", read={"changes": _read_changes}, show=_print_swept
+)
 
 
 def runs(

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lapa2_interp.cli.functions import Values, command_of
+from lapa2_interp.report.settings import ViewSettings
 
 if TYPE_CHECKING:
     from lapa2_interp.report.viewer import View
@@ -21,4 +22,4 @@ def _print_view(page: View, values: Values) -> None:
     print(f"{values['out']} ({size:.1f} MB, {page.data['bits']} bits a number)")
 
 
-view = command_of("report.viewer:view", prepare=_into_the_run, show=_print_view)
+view = command_of(ViewSettings, "report.viewer:view", prepare=_into_the_run, show=_print_view)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from lapa2_interp.cli.functions import Values, command_of, load_task
+from lapa2_interp.tasks.settings import WordListSettings
 
 
 def _print_words(words: dict[str, list[tuple[str, float]]], values: Values) -> None:
@@ -14,4 +15,6 @@ def _print_words(words: dict[str, list[tuple[str, float]]], values: Values) -> N
     print(f"in {values['out']}")
 
 
-word_lists = command_of("tasks.word_lists:make_word_list", prepare=load_task, show=_print_words)
+word_lists = command_of(
+    WordListSettings, "tasks.word_lists:make_word_list", prepare=load_task, show=_print_words
+)

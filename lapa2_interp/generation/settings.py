@@ -3,7 +3,7 @@
 Python, a grid file and the command line share their names.
 
 `CellSettings` declares names, types, defaults, bounds and help. The options of `lapa2 generate` are
-made from `CellSettings`; the signature of `runs.generate.generate` repeats it for readers, and a
+made from `CellSettings`; the signature of `runs.generate.generate` takes lists of them, too, and a
 test compares the two. `resolve.cells_of` turns settings into cells. This module loads no torch: the
 command line's help reads it.
 """
@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar, get_args
 from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
 
 from lapa2_interp._util.errors import Lapa2Error, TraceError, unknown_choice, validation_message
+from lapa2_interp._util.settings import with_help
 from lapa2_interp._util.values import Count, Natural, Temperature
 from lapa2_interp.attention.trace import TraceKind
 from lapa2_interp.bias.places import FORMS as PLACES
@@ -252,7 +253,7 @@ T = TypeVar("T")
 
 def settings_named(function: Callable[P, T]) -> Callable[P, T]:
     """A function of settings that refuses keyword arguments which do not exist in the sentence of
-    `CellSettings`."""
+    `CellSettings`. Its docstring has the help of the settings that it says nothing else of."""
     parameters = list(signature(function).parameters)
 
     @wraps(function)
@@ -262,4 +263,5 @@ def settings_named(function: Callable[P, T]) -> Callable[P, T]:
                 raise Lapa2Error(unknown_setting(name))
         return function(*arguments, **keywords)
 
+    call.__doc__ = with_help(function.__doc__ or "", CellSettings.model_fields)
     return call

@@ -60,4 +60,15 @@ __all__ = [
     "method_name",
     "nucleus",
 ]
-__getattr__, __dir__ = lazy_names(__name__)
+__getattr__, __dir__ = lazy_names(
+    __name__,
+    {
+        "base": (
+            "FLOOR BatchStart Branch LogLikelihoods LogProbs Method MethodContext Prepared "
+            "SoftPrefixKey State attribute_prefix check_branches contrast_branches nucleus"
+        ),
+        "registry": (
+            "assign_augmentations find_class get get_for_task known_methods load_task method_name"
+        ),
+    },
+)

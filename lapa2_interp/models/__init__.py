@@ -18,4 +18,12 @@ __all__ = [
     "load_tokenizer",
     "probe",
 ]
-__getattr__, __dir__ = lazy_names(__name__)
+__getattr__, __dir__ = lazy_names(
+    __name__,
+    {
+        "card": "identify",
+        "facts": "TransformersModel facts_of",
+        "liveness": "probe",
+        "load": "load_model load_tokenizer",
+    },
+)

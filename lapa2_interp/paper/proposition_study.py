@@ -15,11 +15,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from textwrap import fill
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pandas as pd
-from pydantic import Field
 
 from lapa2_interp._util import plots
 from lapa2_interp._util.errors import DataError, DeadHookError, TraceError, parameter
@@ -27,8 +26,8 @@ from lapa2_interp._util.files import refuse_foreign_files, result_folder, write_
 from lapa2_interp._util.page import Section, page
 from lapa2_interp._util.parsing import parse_json, read_text
 from lapa2_interp._util.progress import progress_bar
+from lapa2_interp._util.settings import takes
 from lapa2_interp._util.table_formats import format_interval, format_number, interval_text, records
-from lapa2_interp._util.values import Count, Natural, NotNegative, numbers_checked
 from lapa2_interp.attention.trace import join_traces
 from lapa2_interp.bias.augmentation import Augmentation
 from lapa2_interp.bias.layout import Layout
@@ -41,7 +40,7 @@ from lapa2_interp.methods.registry import load_task
 from lapa2_interp.models.card import identify
 from lapa2_interp.models.facts import Model, facts_of
 from lapa2_interp.models.load import load_model
-from lapa2_interp.models.machine import DtypeOrAuto, print_if_slow, resolve_dtype
+from lapa2_interp.models.machine import print_if_slow, resolve_dtype
 from lapa2_interp.paper import proposition_plots
 from lapa2_interp.paper.proposition_claims import ON_SYNTHETIC, count_by_source
 from lapa2_interp.paper.propositions import (
@@ -54,6 +53,7 @@ from lapa2_interp.paper.propositions import (
     thin,
     trace_verdicts,
 )
+from lapa2_interp.paper.settings import PropositionSettings
 from lapa2_interp.paper.synthetic_propositions import (
     synthetic_shares,
     synthetic_slopes,
@@ -100,102 +100,63 @@ class PropositionResults:
         )
 
 
-@numbers_checked
-def run_proposition_study(
-    *,
-    out: str | Path,
-    model: str = "smollm2-135m",
-    alphas: Sequence[NotNegative] = (0.25, 0.5, 0.75, 1.0, 1.5, 2.0),
-    free: Sequence[NotNegative] = (0.5, 1.0),
-    length: Count = 256,
-    samples: Count = 1,
-    synthetic_length: Natural = 1_000_000,
-    text: str | Path | None = None,
-    long_length: Annotated[int, Field(ge=8)] | None = None,
-    long_texts: Count | None = None,
-    long_alphas: Sequence[NotNegative] | None = None,
-    long_dtype: DtypeOrAuto | None = None,
-    dtype: DtypeOrAuto = "float32",
-    device: str | None = None,
-    seed: Natural = 1,
-    force: bool = False,
-) -> PropositionResults:
-    """Test the paper's propositions on logits made to fit or break them, and on a model.
-
-    Does prefix attention decay as O(1/l)? Does the bias turn that into l^(alpha-1)? Where do the
-    assumptions break? Verdicts are 95 % intervals against a margin around the claim: as in the
-    paper, against the paper, or inconclusive. For example
-
-        lapa2 propositions --out results/propositions
-        lapa2 propositions --text book.txt --out results/both
-        lapa2 propositions --text book.txt --out results/long \\
-            --length 32 --alphas --free --synthetic-length 0
-
-    where the second also reads one text up to the model's context, and the third little else: a
-    text of 8,192 tokens takes SmolLM2 a minute for each alpha.
-
-    Args:
-        out: A new folder: tables/, figures/, traces (thinned) and report.html.
-        model: A name of `lapa2 models`, a hub id or a folder.
-        alphas: The baseline's texts are read again under each of these.
-        free: Alphas that also generate texts of their own, as in the paper's figures.
-        length: Tokens of a generated text, its prompt included.
-        samples: Texts per prompt and attribute.
-        synthetic_length: Longest l of the synthetic logits; 0 leaves them out.
-        text: A UTF-8 text file to read as one long text, behind the prefix "Very positive:" and the
-            prompt "The".
-        long_length: Tokens of the long text; by default they fill the model's context.
-        long_texts: Cut the file into as many texts (default: 1); intervals need several.
-        long_alphas: Alphas of the long texts; by default 0.5 and 1.
-        long_dtype: Precision in which the long texts are read; float32 by default.
-        dtype: Precision of weights and computation. In bfloat16 attention is rounded to 3 digits,
-            and so is the exact law.
-        device: cpu, cuda, cuda:1; CUDA when there is one, by default.
-        seed: Seed of texts and synthetic logits.
-        force: Replace a finished folder.
+@takes(PropositionSettings)
+def run_proposition_study(settings: PropositionSettings) -> PropositionResults:
+    """`lapa2 propositions` in Python; `PropositionSettings` says what it does and takes.
 
     Raises:
         DataError: The text file cannot be read, or is too short.
         TraceError: Texts are too short to fit a slope; options of a text without a text.
         Lapa2Error: As `load_model` and `generate`; or a number is out of range.
     """
-    long = {"long_length": long_length, "long_texts": long_texts, "long_alphas": long_alphas,
-            "long_dtype": long_dtype}  # fmt: skip
-    if text is None and (about_text := [name for name in long if long[name] is not None]):
+    long = {
+        "long_length": settings.long_length,
+        "long_texts": settings.long_texts,
+        "long_alphas": settings.long_alphas,
+        "long_dtype": settings.long_dtype,
+    }
+    if settings.text is None and (about_text := [name for name in long if long[name] is not None]):
         raise TraceError(
             f"{parameter(about_text[0])} is about a text; give it with {parameter('text', 'FILE')}"
         )
-    dtype = resolve_dtype(dtype, device)
-    long_dtype = resolve_dtype(long_dtype or "float32", device)
-    alphas, free = _above_zero(alphas), _above_zero(free)
-    long_alphas = _above_zero((0.5, 1.0) if long_alphas is None else long_alphas)
+    dtype = resolve_dtype(settings.dtype, settings.device)
+    long_dtype = resolve_dtype(settings.long_dtype or "float32", settings.device)
+    alphas, free = _above_zero(settings.alphas), _above_zero(settings.free)
+    long_alphas = _above_zero((0.5, 1.0) if settings.long_alphas is None else settings.long_alphas)
     if not long_alphas:
         raise TraceError(
             f"{parameter('long_alphas')} needs an alpha above 0; the baseline is there anyway"
         )
     for precision in dict.fromkeys((dtype, long_dtype)):
-        print_if_slow(precision, device)
-    out, text = Path(out), None if text is None else Path(text)
-    with result_folder(out, force, finished=_is_finished_study) as folder:
-        loaded = load_model(model, dtype=dtype, device=device)
+        print_if_slow(precision, settings.device)
+    out = Path(settings.out)
+    text = None if settings.text is None else Path(settings.text)
+    with result_folder(out, settings.force, finished=_is_finished_study) as folder:
+        loaded = load_model(settings.model, dtype=dtype, device=settings.device)
         name = identify(loaded).name
         tables: dict[str, pd.DataFrame] = {}
         traces: dict[str, xr.Dataset] = {}
         verdicts: list[pd.DataFrame] = []
         # Read the file and check lengths before anything slow.
         branch, long_ids = (
-            _cut_long_texts(loaded, text, long_length, long_texts or 1) if text else (None, [])
+            _cut_long_texts(loaded, text, settings.long_length, settings.long_texts or 1)
+            if text
+            else (None, [])
         )
         # 1. Synthetic logits.
-        if synthetic_length:
-            lengths = geometric_lengths(synthetic_length, L_PRE)
-            means = draw_means(lengths, L_PRE, (0.0, *alphas), rows=SYNTHETIC_ROWS, seed=seed)
+        if settings.synthetic_length:
+            lengths = geometric_lengths(settings.synthetic_length, L_PRE)
+            means = draw_means(
+                lengths, L_PRE, (0.0, *alphas), rows=SYNTHETIC_ROWS, seed=settings.seed
+            )
             tables["synthetic_shares"] = synthetic_shares(means)
             tables["synthetic_slopes"] = synthetic_slopes(means)
             verdicts.append(synthetic_verdicts(means))
             traces["synthetic"] = means
         # 2. Texts that every alpha generates for itself.
-        run = _generate_texts(loaded, free, len(alphas), length, samples, seed)
+        run = _generate_texts(
+            loaded, free, len(alphas), settings.length, settings.samples, settings.seed
+        )
         own = stack_alphas({alpha: trace for alpha, (_, trace) in _texts_by_alpha(run).items()})
         where = f"{name}, each alpha its own texts"
         verdicts.append(trace_verdicts(own, where, same_texts=False, dtype=dtype))
@@ -211,7 +172,7 @@ def run_proposition_study(
         # 4. Long texts from the file.
         if text is not None and branch is not None:
             del loaded
-            loaded = _load_long_reader(model, long_dtype, device)
+            loaded = _load_long_reader(settings.model, long_dtype, settings.device)
             rules = {alpha: Augmentation(alpha=alpha) for alpha in long_alphas}
             read = _read_under(loaded, branch, long_ids, {0.0: None, **rules}, "reading long texts")
             stacked = stack_alphas(read)
@@ -223,12 +184,13 @@ def run_proposition_study(
             traces["long"] = thin(stacked)
         tables["verdicts"] = pd.concat(verdicts, ignore_index=True)
         results = PropositionResults(out, tables, traces, _without_traces(run))
-        settings = {
-            "model": model, "dtype": dtype, "device": device, "alphas": alphas, "free": free,
-            "length": length, "samples": samples, "seed": seed,
-            "synthetic_length": synthetic_length, "text": text and text.name, **long,
+        study = {
+            "model": settings.model, "dtype": dtype, "device": settings.device, "alphas": alphas,
+            "free": free, "length": settings.length, "samples": settings.samples,
+            "seed": settings.seed, "synthetic_length": settings.synthetic_length,
+            "text": text and text.name, **long,
         }  # fmt: skip
-        _write_study(folder, results, _study_facts(settings, results))
+        _write_study(folder, results, _study_facts(study, results))
     return results
 
 

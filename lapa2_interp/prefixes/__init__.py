@@ -13,4 +13,9 @@ __all__ = [
     "load_prefix",
     "save_prefix",
 ]
-__getattr__, __dir__ = lazy_names(__name__)
+__getattr__, __dir__ = lazy_names(
+    __name__,
+    {
+        "soft_prefix": "SoftPrefix find_prefix load_prefix save_prefix",
+    },
+)

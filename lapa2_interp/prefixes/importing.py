@@ -29,13 +29,14 @@ from zipfile import is_zipfile
 from lapa2_interp._util.errors import PrefixError, parameter, unknown_choice
 from lapa2_interp._util.parsing import parse_json, read_text
 from lapa2_interp._util.paths import kind_of
+from lapa2_interp._util.settings import takes
 from lapa2_interp._util.unpacking import check_archive
-from lapa2_interp._util.values import numbers_checked
 from lapa2_interp.models.card import ModelCard, identify
 from lapa2_interp.models.facts import Model
 from lapa2_interp.models.load import expand_name, load_model
 from lapa2_interp.models.smollm2 import SMOLLM2, smollm2_folder
 from lapa2_interp.models.weights import ADAPTER, folder_hash
+from lapa2_interp.prefixes.settings import PrefixImportSettings
 from lapa2_interp.prefixes.soft_prefix import (
     PrefixCard,
     PrefixShape,
@@ -325,56 +326,33 @@ def _read_air(
         ) from error
 
 
-@numbers_checked
-def import_into_set(
-    source: str | Path,
-    *,
-    out: str | Path,
-    model: str,
-    task: str | Path | Task,
-    attribute: str,
-    set_name: str = "imported",
-    number: int | None = None,
-    other_base: bool = False,
-    trust_remote_code: bool = False,
-) -> SoftPrefix:
-    """Bring a soft prefix that other code trained into a set of this package.
-
-    Reads PEFT's prefix-tuning adapters (a folder with adapter_config.json), checkpoints of
-    Air-Decoding and of the released LaPA2 code, and this package's own prefixes (to attach one to
-    the same model from another place). For example
-
-        lapa2 prefix import ckpt-2/pytorch_model.bin --model gpt2-medium \\
-            --task topic --attribute world --out results/air-topic
-
-    Args:
-        source: The adapter's folder, the checkpoint, or a .safetensors of this package.
-        out: The set's folder; the prefix is added to it.
-        model: The model it was trained for.
-        task: The task its attribute belongs to.
-        attribute: What it steers towards.
-        set_name: What the card calls the set.
-        number: Which prefix of an Air-Decoding checkpoint; by default the attribute's (0-7:
-            positive, negative, world, sports, business, science, nontoxic, toxic).
-        other_base: Accept a prefix whose file names another model than this one, because you know
-            that the two are the same. The card records that model.
-        trust_remote_code: Run code that comes with the model.
+@takes(PrefixImportSettings)
+def import_into_set(settings: PrefixImportSettings) -> SoftPrefix:
+    """`lapa2 prefix import` in Python; `PrefixImportSettings` says what it does and takes.
 
     Raises:
         PrefixError: The set already has a prefix of this attribute; or as `import_prefix`.
         ModelError: The model cannot be loaded.
     """
-    source, out = Path(source), Path(out)
-    task = task if isinstance(task, Task) else read_task(task)
-    task.prefix(attribute)
+    source, out = Path(settings.source), Path(settings.out)
+    task = settings.task if isinstance(settings.task, Task) else read_task(settings.task)
+    task.prefix(settings.attribute)
     check_set_place(out)
-    if any(file.exists() for file in prefix_files(out, attribute)):
+    if any(file.exists() for file in prefix_files(out, settings.attribute)):
         raise PrefixError(
-            f"{out} has a prefix {attribute!r} already; choose another {parameter('out')}"
+            f"{out} has a prefix {settings.attribute!r} already; choose another {parameter('out')}"
         )
-    loaded = load_model(model, trust_remote_code=trust_remote_code)
+    loaded = load_model(settings.model, trust_remote_code=settings.trust_remote_code)
     return save_prefix(
-        import_prefix(source, loaded, task.name, attribute, set_name, number, other_base),
+        import_prefix(
+            source,
+            loaded,
+            task.name,
+            settings.attribute,
+            settings.set_name,
+            settings.number,
+            settings.other_base,
+        ),
         out,
         "float32",
     )

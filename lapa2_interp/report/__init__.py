@@ -14,4 +14,11 @@ __all__ = [
     "view",
     "write_report",
 ]
-__getattr__, __dir__ = lazy_names(__name__)
+__getattr__, __dir__ = lazy_names(
+    __name__,
+    {
+        "fading_chat": "chat_fade",
+        "run_page": "write_report",
+        "viewer": "view",
+    },
+)

@@ -27,16 +27,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
 import pandas as pd
-from pydantic import Field
 
 from lapa2_interp._util.errors import CircuitError, RunError, parameter, pluralize
 from lapa2_interp._util.files import write_text
+from lapa2_interp._util.settings import takes
 from lapa2_interp._util.table_formats import as_csv, format_interval
-from lapa2_interp._util.values import Count, numbers_checked
 from lapa2_interp.bias.augmentation import Augmentation
 from lapa2_interp.circuits.contrast_set import ContrastSet
 from lapa2_interp.circuits.gradients import has_gradients
@@ -45,7 +44,6 @@ from lapa2_interp.circuits.units import all_heads
 from lapa2_interp.generation.cell import Cell
 from lapa2_interp.methods.registry import load_task
 from lapa2_interp.models.load import load_model
-from lapa2_interp.models.machine import DtypeOrAuto, ModelClass
 from lapa2_interp.models.sizes import model_size
 from lapa2_interp.paper.equal_perplexity import (
     BASELINE,
@@ -53,6 +51,7 @@ from lapa2_interp.paper.equal_perplexity import (
     interpolate_at_perplexity,
     resampled_interval,
 )
+from lapa2_interp.report.settings import SteerSettings
 from lapa2_interp.report.steer_page import write_steer_page
 from lapa2_interp.report.steer_result import (
     ALL,
@@ -65,11 +64,11 @@ from lapa2_interp.report.steer_result import (
     STRENGTHS,
     TUNED,
     Steered,
-    SteerSettings,
-    check_settings,
+    SteerPlan,
+    check_plan,
     different_prompts,
     method_parameters,
-    note_settings,
+    note_plan,
     settled_dtype,
     shipped_classifiers,
     verdict,
@@ -99,41 +98,9 @@ GAINS = {"more": "a gain", "less": "a loss", "not decided": "no sure difference"
 """What the card says of a `verdict` on the method without bias."""
 
 
-@numbers_checked
-def steer(
-    model: str | Path,
-    prompts: str | Path | Sequence[str | Path] | Prompts,
-    task: str | Path | Task = "sentiment",
-    *,
-    out: str | Path,
-    method: str = "dexperts",
-    parameters: Mapping[str, Any] | None = None,
-    budget: Annotated[float, Field(gt=1)] = 1.2,
-    heads: Count | None = None,
-    classifiers: Sequence[str] = (),
-    perplexity: str | None = None,
-    length: Count = 64,
-    samples: Count = 1,
-    seed: int = 1,
-    dtype: DtypeOrAuto = "float32",
-    model_class: ModelClass = "TransformerBridge",
-    device: str | None = None,
-    workers: Count | None = None,
-    threads: Count = 1,
-    yes: bool = False,
-    notify: Callable[[str], None] = print,
-) -> Steered:
-    """Choose heads, tune the strength of the bias, and judge it on other prompts.
-
-    A quarter of the prompts chooses heads, a quarter finds the strength at which the bias costs the
-    budget in perplexity, and the rest judges: the prefix alone, the method without bias, and with
-    the bias in all heads, in random heads and in the chosen heads. `out` gets texts, tables, a page
-    (report.html), and a card (selection.json) for `lapa2 generate --selection`. The same command
-    goes on after a stop. For example
-
-        lapa2 steer smollm2-135m --prompts neutral.txt --out results/steer
-        lapa2 steer smollm2-135m --task formal.toml --prompts neutral.txt \\
-            --classifiers models/formality --out results/formal
+@takes(SteerSettings)
+def steer(settings: SteerSettings) -> Steered:
+    """`lapa2 steer` in Python; `SteerSettings` says what it does and takes.
 
     Example:
         >>> from lapa2_interp import steer
@@ -142,39 +109,6 @@ def steer(
         ...     perplexity="tiny-llama", budget=1.01, notify=lambda line: None)
         >>> list(found.tests["against"])
         ['no bias', 'all heads', 'random heads']
-
-    Args:
-        model: A name of `lapa2 models`, a hub id or a folder.
-        prompts: At least 32 prompts, better 250, or a file of them, as `lapa2 generate --prompts`
-            takes it: plain lines, or .jsonl with a field "prompt". A quarter chooses heads, a
-            quarter tunes (64 at most each), the rest judges. The same text in other white space or
-            capitals counts once.
-        out: A folder for all results.
-        task: A name of `lapa2 tasks`, or a task file of two attributes or more, whose prefixes have
-            equal lengths in tokens.
-        method: A decoding method of `lapa2 methods`.
-        parameters: NAME=VALUE of the method, such as omega=60; repeat the option for more. By
-            default prefixes are hard and Pro-Aug is off.
-        budget: The perplexity of continuations that the bias may cost, as a multiple of that of
-            the method without bias; above 1.
-        heads: The number of heads to choose; by default 9 % of all.
-        classifiers: Classifiers of the attributes: linear, adapter, a hub id, a folder, or a file
-            of `lapa2 scorers train`. The first decides. By default linear and adapter, for tasks
-            that have them.
-        perplexity: The model that measures perplexity; by default the model itself.
-        length: Tokens of a text, on sentiment and topic the prompt's included, as in `lapa2
-            generate`.
-        samples: Texts for each prompt and attribute.
-        seed: Seed of the texts, of the split of the prompts, and of random heads.
-        dtype: Precision of the texts; auto is bfloat16 or float32, whichever this machine computes
-            faster. Heads are chosen in float32.
-        device: cpu, cuda, cuda:1; CUDA when there is one, by default.
-        model_class: HookedTransformer needs transformer-lens 3.9; TransformersModel works without
-            hooks, through transformers' attention interface, and chooses heads by knock-out.
-        workers: By default one per GPU, or per CPU core.
-        threads: CPU threads of a worker, as in `lapa2 sweep`.
-        yes: Start also what reads over 10^11 tokens, or needs more memory than there is.
-        notify: Called with lines about what is done.
 
     Returns:
         The result; its page is `out`/report.html.
@@ -185,70 +119,72 @@ def steer(
         RunError: Too few prompts, a budget not above 1, other settings in `out`, a failed cell, or
             a bias that hardly moves perplexity.
     """
-    chosen_task, folder = task if isinstance(task, Task) else load_task(task), Path(out)
-    size, texts = model_size(str(model)), as_prompts(prompts).texts
-    settings = SteerSettings(
-        model=str(model),
-        dtype=settled_dtype(folder, dtype, device),
-        model_class=model_class,
-        task=chosen_task,
+    task = settings.task if isinstance(settings.task, Task) else load_task(settings.task)
+    folder = Path(settings.out)
+    size, texts = model_size(str(settings.model)), as_prompts(settings.prompts).texts
+    plan = SteerPlan(
+        model=str(settings.model),
+        dtype=settled_dtype(folder, settings.dtype, settings.device),
+        model_class=settings.model_class,
+        task=task,
         prompts=different_prompts(texts),
-        method=method,
-        parameters=method_parameters(method, chosen_task, parameters),
-        budget=budget,
-        heads=max(1, round(SHARE * size.n_layers * size.n_heads)) if heads is None else heads,
-        classifiers=tuple(classifiers) or shipped_classifiers(chosen_task),
-        perplexity=perplexity or str(model),
-        length=length,
-        samples=samples,
-        seed=seed,
+        method=settings.method,
+        parameters=method_parameters(settings.method, task, settings.parameters),
+        budget=settings.budget,
+        heads=settings.heads or max(1, round(SHARE * size.n_layers * size.n_heads)),
+        classifiers=tuple(settings.classifiers) or shipped_classifiers(task),
+        perplexity=settings.perplexity or str(settings.model),
+        length=settings.length,
+        samples=settings.samples,
+        seed=settings.seed,
     )
-    check_settings(settings)
-    if left_out := len(texts) - len(settings.prompts):
-        notify(
+    check_plan(plan)
+    if left_out := len(texts) - len(plan.prompts):
+        settings.notify(
             f"{pluralize(left_out, 'prompt')} left out: the same text as another, but for white"
             " space or capitals"
         )
-    _check_scorers(settings, device)
-    note_settings(folder, settings)
-    parts = settings.parts()
-    engine = partial(local_engine, workers, device, threads)  # a sweep closes its own
-    _announce(settings, parts, engine(), yes, notify)
-    _check_that_perplexity_moves(folder, settings, parts["tune"][:FEW], engine(), device)
-    selection = _choose(folder, settings, parts["choose"], device, notify)
-    tuning = _tune(folder, settings, parts["tune"], selection, engine(), device)
+    _check_scorers(plan, settings.device)
+    note_plan(folder, plan)
+    parts = plan.parts()
+    # A sweep closes its engine, so that each one gets its own.
+    engine = partial(local_engine, settings.workers, settings.device, settings.threads)
+    _announce(plan, parts, engine(), settings.yes, settings.notify)
+    _check_that_perplexity_moves(folder, plan, parts["tune"][:FEW], engine(), settings.device)
+    selection = _choose(folder, plan, parts["choose"], settings.device, settings.notify)
+    tuning = _tune(folder, plan, parts["tune"], selection, engine(), settings.device)
     alphas = tuning[tuning["tuned"]].set_index("place")["alpha"].dropna().to_dict()
-    samples_made = _judged_texts(folder, settings, parts["judge"], selection, alphas, engine())
-    scores = _scores(folder, settings, samples_made, device, settings.metrics)
+    samples_made = _judged_texts(folder, plan, parts["judge"], selection, alphas, engine())
+    scores = _scores(folder, plan, samples_made, settings.device, plan.metrics)
     table = _judged_table(scores, samples_made)
-    tests = _tests(settings, scores)
+    tests = _tests(plan, scores)
     selection = selection.model_copy(
-        update={"alpha": alphas.get(CHOSEN), "gain": _gain(settings, tests, table, alphas)}
+        update={"alpha": alphas.get(CHOSEN), "gain": _gain(plan, tests, table, alphas)}
     )
     selection.save(folder / CARD)
     for name, frame in ((TUNING, tuning), (TABLE, table), (TESTS, tests)):
         write_text(folder / name, as_csv(frame))
-    steered = Steered(folder, settings, selection, tuning, table, tests, samples_made)
+    steered = Steered(folder, plan, selection, tuning, table, tests, samples_made)
     write_steer_page(folder / "report.html", steered)
     return steered
 
 
-def _check_scorers(settings: SteerSettings, device: str | None) -> None:
+def _check_scorers(plan: SteerPlan, device: str | None) -> None:
     """Score a few words by every scorer: what is wrong with one is told before any text is made.
 
     Raises:
         ScoringError: A scorer cannot be loaded, or has no label for an attribute.
     """
-    custom = [f"accuracy ({name})" for name in settings.classifiers if name not in CLASSIFIERS]
-    custom += ["perplexity"] * (settings.perplexity != settings.model)
+    custom = [f"accuracy ({name})" for name in plan.classifiers if name not in CLASSIFIERS]
+    custom += ["perplexity"] * (plan.perplexity != plan.model)
     if custom:
-        names = list(settings.task.attributes)
+        names = list(plan.task.attributes)
         words = {"prompt": "a", "attribute": names, "text": "a few words " * 4}
-        _scores(None, settings, pd.DataFrame(words), device, custom)
+        _scores(None, plan, pd.DataFrame(words), device, custom)
 
 
 def _announce(
-    settings: SteerSettings,
+    plan: SteerPlan,
     parts: Mapping[str, Sequence[str]],
     engine: Engine,
     yes: bool,
@@ -261,20 +197,20 @@ def _announce(
     """
     workers = engine.n_workers
     engine.close()
-    size = model_size(settings.model)
-    first = tuple((i // size.n_heads, i % size.n_heads) for i in range(settings.heads))
+    size = model_size(plan.model)
+    first = tuple((i // size.n_heads, i % size.n_heads) for i in range(plan.heads))
     bias = Augmentation(alpha=1.0, heads=first)
     arms = {
         "first": 1 + len(STRENGTHS),
         "tune": 1 + len(TUNED) * len(STRENGTHS),
-        "judge": len(settings.arms),
+        "judge": len(plan.arms),
     }
     prompts = {"first": parts["tune"][:FEW], **parts}
-    cells = [settings.cells(prompts[part], CHOSEN, bias) * n for part, n in arms.items()]
+    cells = [plan.cells(prompts[part], CHOSEN, bias) * n for part, n in arms.items()]
     need = estimate([cell for of_part in cells for cell in of_part])
     check_affordable(need.texts, need.row_tokens, need.memory, yes)
     notify(
-        f"{len(parts['choose'])} prompts choose {settings.heads} heads, {len(parts['tune'])} tune,"
+        f"{len(parts['choose'])} prompts choose {plan.heads} heads, {len(parts['tune'])} tune,"
         f" {len(parts['judge'])} judge: {need.texts} texts, {need.row_tokens} row-tokens, with"
         f" {pluralize(workers, 'worker')}"
     )
@@ -282,7 +218,7 @@ def _announce(
 
 def _choose(
     folder: Path,
-    settings: SteerSettings,
+    plan: SteerPlan,
     prompts: Sequence[str],
     device: str | None,
     notify: Callable[[str], None],
@@ -291,20 +227,20 @@ def _choose(
     there."""
     if (folder / CARD).is_file():
         return Selection.load(folder / CARD)
-    model = load_model(settings.model, "float32", device, settings.model_class)
+    model = load_model(plan.model, "float32", device, plan.model_class)
     score: Any = "slope" if has_gradients(model) else "cut"
 
     def chosen_on(task: Task, prompts: Sequence[str]) -> Selection:
         own = Prompts(texts=tuple(prompts))
-        texts = ContrastSet.of(model, task, prompts=own, seed=settings.seed)
-        return select(model, texts, score=score, heads=settings.heads, screen=0, seed=settings.seed)
+        texts = ContrastSet.of(model, task, prompts=own, seed=plan.seed)
+        return select(model, texts, score=score, heads=plan.heads, screen=0, seed=plan.seed)
 
-    selection = chosen_on(settings.task, prompts)
+    selection = chosen_on(plan.task, prompts)
     half = prompts[: max(FEW, len(prompts) // 2)]
     overlap = {}
     for form in WORDINGS:
         try:
-            again = chosen_on(settings.task.with_prefix(form), half)
+            again = chosen_on(plan.task.with_prefix(form), half)
         except CircuitError as error:
             notify(f"wording {form!r} is left out: {error}")
             continue
@@ -353,7 +289,7 @@ def _make(
 
 def _check_that_perplexity_moves(
     folder: Path,
-    settings: SteerSettings,
+    plan: SteerPlan,
     prompts: Sequence[str],
     engine: Engine,
     device: str | None,
@@ -363,19 +299,19 @@ def _check_that_perplexity_moves(
     Raises:
         RunError: The bias leaves perplexity where it is at every strength, far from the budget.
     """
-    arms = {(BASELINE, 0.0): settings.cells(prompts, NO_BIAS)}
+    arms = {(BASELINE, 0.0): plan.cells(prompts, NO_BIAS)}
     arms |= {
-        (ALL, alpha): settings.cells(prompts, ALL, Augmentation(alpha=alpha)) for alpha in STRENGTHS
+        (ALL, alpha): plan.cells(prompts, ALL, Augmentation(alpha=alpha)) for alpha in STRENGTHS
     }
-    log_ppl = _curves(folder, settings, "first", arms, None, engine, device).curve(ALL)[..., 0]
+    log_ppl = _curves(folder, plan, "first", arms, None, engine, device).curve(ALL)[..., 0]
     change, low, high = resampled_interval(log_ppl[:, 1:] - log_ppl[:, :1], len(prompts))
-    if max(-low.min(), high.max()) < STILL * np.log(settings.budget):
+    if max(-low.min(), high.max()) < STILL * np.log(plan.budget):
         raise RunError(
             f"the bias hardly moves perplexity: in all heads, at alpha {STRENGTHS[0]:g} to"
             f" {STRENGTHS[-1]:g}, it is {np.exp(change.min()):.3f} to"
             f" {np.exp(change.max()):.3f} times that without bias ({len(prompts)} prompts, measured"
-            f" by {settings.perplexity}), so that no strength costs the budget of"
-            f" {settings.budget:g} times; let another model measure it"
+            f" by {plan.perplexity}), so that no strength costs the budget of"
+            f" {plan.budget:g} times; let another model measure it"
             f" ({parameter('perplexity', 'MODEL')}), or choose longer texts"
             f" ({parameter('length')}), a smaller {parameter('budget')} or another model, in"
             f" another {parameter('out')}"
@@ -384,7 +320,7 @@ def _check_that_perplexity_moves(
 
 def _curves(
     folder: Path,
-    settings: SteerSettings,
+    plan: SteerPlan,
     name: str,
     arms: Mapping[tuple[str, float], Sequence[Cell]],
     chosen: Selection | None,
@@ -394,7 +330,7 @@ def _curves(
     """Perplexities of the texts of places and strengths."""
     cells = [cell for of_arm in arms.values() for cell in of_arm]
     texts = _make(folder, name, cells, chosen, engine)
-    scores = _scores(folder, settings, texts, device, ["perplexity"])
+    scores = _scores(folder, plan, texts, device, ["perplexity"])
     of_cell = {cell.key: arm for arm, of_arm in arms.items() for cell in of_arm}
     pairs = [of_cell[key] for key in scores["cell"]]
     scores = scores.assign(
@@ -407,23 +343,23 @@ def _curves(
 
 def _tune(
     folder: Path,
-    settings: SteerSettings,
+    plan: SteerPlan,
     prompts: Sequence[str],
     chosen: Selection,
     engine: Engine,
     device: str | None,
 ) -> pd.DataFrame:
     """`Steered.tuning`."""
-    arms = {(BASELINE, 0.0): settings.cells(prompts, NO_BIAS)}
+    arms = {(BASELINE, 0.0): plan.cells(prompts, NO_BIAS)}
     for arm in TUNED:
         for alpha in STRENGTHS:
-            arms[arm, alpha] = settings.cells_with_bias(prompts, arm, alpha, chosen)
-    curves = _curves(folder, settings, "tune", arms, chosen, engine, device)
+            arms[arm, alpha] = plan.cells_with_bias(prompts, arm, alpha, chosen)
+    curves = _curves(folder, plan, "tune", arms, chosen, engine, device)
     tried = np.array([0.0, *STRENGTHS])
     frames = []
     for arm in TUNED:
         log_ppl = curves.curve(arm)[..., 0]  # resample arm
-        target = log_ppl[:1, 0] + np.log(settings.budget)
+        target = log_ppl[:1, 0] + np.log(plan.budget)
         alpha = float(interpolate_at_perplexity(log_ppl[:1], tried[None, :, None], target)[0, 0])
         at_alpha = np.stack([np.interp([*STRENGTHS, alpha], tried, curve) for curve in log_ppl])
         ratio, low, high = resampled_interval(np.exp(at_alpha - log_ppl[:, :1]), curves.prompts)
@@ -435,7 +371,7 @@ def _tune(
 
 def _judged_texts(
     folder: Path,
-    settings: SteerSettings,
+    plan: SteerPlan,
     prompts: Sequence[str],
     chosen: Selection,
     alphas: Mapping[Any, float],
@@ -443,10 +379,10 @@ def _judged_texts(
 ) -> pd.DataFrame:
     """The texts of all arms that are comparable, with the arm's name."""
     cells = {
-        arm: settings.cells_with_bias(prompts, arm, alphas[arm], chosen)
+        arm: plan.cells_with_bias(prompts, arm, alphas[arm], chosen)
         if arm in TUNED
-        else settings.cells(prompts, arm)
-        for arm in settings.arms
+        else plan.cells(prompts, arm)
+        for arm in plan.arms
         if arm not in TUNED or arm in alphas
     }
     every = [cell for of_arm in cells.values() for cell in of_arm]
@@ -457,20 +393,20 @@ def _judged_texts(
 
 def _scores(
     folder: Path | None,
-    settings: SteerSettings,
+    plan: SteerPlan,
     texts: pd.DataFrame,
     device: str | None,
     metrics: Sequence[str],
 ) -> pd.DataFrame:
     """A row per text and metric; scores are kept in the folder, if there is one."""
-    options = ScorerOptions(task=settings.task, device=device)
+    options = ScorerOptions(task=plan.task, device=device)
     scores = []
     with ScoreCache(folder) as cache:
         for metric in metrics:
             name, _, by = metric.removesuffix(")").partition(" (")
             asked = f"{name}={by}" if by else name
             if name == "perplexity":
-                asked = f"conditional-perplexity={settings.perplexity}"
+                asked = f"conditional-perplexity={plan.perplexity}"
             scores.append(score_texts(texts, [asked], options, cache).assign(metric=metric))
     return pd.concat(scores, ignore_index=True)
 
@@ -493,11 +429,11 @@ def _judged_table(scores: pd.DataFrame, texts: pd.DataFrame) -> pd.DataFrame:
     return table.sort_values(["metric", "attribute", "arm"], kind="stable").reset_index(drop=True)
 
 
-def _tests(settings: SteerSettings, scores: pd.DataFrame) -> pd.DataFrame:
+def _tests(plan: SteerPlan, scores: pd.DataFrame) -> pd.DataFrame:
     """`Steered.tests`; what is not comparable has p 1 in the correction."""
     judged = set(scores["arm"])
     against = (NO_BIAS, ALL, RANDOM)
-    rows = scores[scores["metric"] == settings.metrics[0]]
+    rows = scores[scores["metric"] == plan.metrics[0]]
     rows = rows[["arm", "attribute", "prompt", "sample", "metric", "value", "reason", "scorer"]]
     differences = difference_table(rows, CHOSEN)
     differences = (
@@ -516,7 +452,7 @@ def _tests(settings: SteerSettings, scores: pd.DataFrame) -> pd.DataFrame:
 
 
 def _gain(
-    settings: SteerSettings,
+    plan: SteerPlan,
     tests: pd.DataFrame,
     table: pd.DataFrame,
     alphas: Mapping[Any, float],
@@ -524,14 +460,14 @@ def _gain(
     """A sentence on what the chosen heads gain."""
     if CHOSEN not in alphas:
         return (
-            f"The bias in these heads does not reach {settings.budget:g} times the perplexity of"
-            f" {settings.method} within alpha {STRENGTHS[-1]:g}; what it gains is not known."
+            f"The bias in these heads does not reach {plan.budget:g} times the perplexity of"
+            f" {plan.method} within alpha {STRENGTHS[-1]:g}; what it gains is not known."
         )
     test = tests.to_dict("records")[0]
     outcome = verdict(test)
     if outcome not in GAINS:
         return (
-            f"What {settings.method} gains from the bias in these heads at alpha"
+            f"What {plan.method} gains from the bias in these heads at alpha"
             f" {alphas[CHOSEN]:.2f} is not known: {outcome}."
         )
     points, p = 100 * test["difference"], test["p_holm"]
@@ -539,14 +475,12 @@ def _gain(
     of_arm = perplexity.set_index("arm")["mean"]
     ratio = of_arm[CHOSEN] / of_arm[NO_BIAS]
     at_perplexity = (
-        ""
-        if np.isnan(ratio)
-        else f", at {ratio:.2f} times its perplexity (budget {settings.budget:g})"
+        "" if np.isnan(ratio) else f", at {ratio:.2f} times its perplexity (budget {plan.budget:g})"
     )
     return (
-        f"On {test['prompts']:.0f} other prompts, {settings.method} with the bias in these heads at"
+        f"On {test['prompts']:.0f} other prompts, {plan.method} with the bias in these heads at"
         f" alpha {alphas[CHOSEN]:.2f} has"
         f" {format_interval(points, 100 * test['low'], 100 * test['high'], '+.1f', ' points')} of"
-        f" accuracy ({settings.classifiers[0]}, words of prefixes hidden; corrected p {p:.2g})"
+        f" accuracy ({plan.classifiers[0]}, words of prefixes hidden; corrected p {p:.2g})"
         f" against the method without bias{at_perplexity}: {GAINS[outcome]}."
     )

@@ -41,9 +41,9 @@ def write_steer_page(file: Path, steered: Steered) -> Path:
 
 
 def _render(steered: Steered) -> str:
-    settings, card = steered.settings, steered.selection
-    names = ", ".join(settings.task.attributes)
-    parts = settings.parts()
+    plan, card = steered.plan, steered.selection
+    names = ", ".join(plan.task.attributes)
+    parts = plan.parts()
     sections = [
         Section(
             "Judged",
@@ -56,7 +56,7 @@ def _render(steered: Steered) -> str:
         ),
         Section(
             "Tuned",
-            f"Perplexity against that of {settings.method} without bias, with the bias in three"
+            f"Perplexity against that of {plan.method} without bias, with the bias in three"
             f" places, on {pluralize(len(parts['tune']), 'prompt')}. Rings are the strengths that"
             " are judged.",
             tuning_figure(steered),
@@ -72,20 +72,20 @@ def _render(steered: Steered) -> str:
         ),
         Section("Texts", "The first prompts that judge, one text an arm.", None, _texts(steered)),
     ]
-    method = [settings.method, *(f"{name}={value}" for name, value in settings.parameters.items())]
+    method = [plan.method, *(f"{name}={value}" for name, value in plan.parameters.items())]
     facts = {
-        "model": f"{settings.model} ({settings.dtype})",
-        "task": f"{settings.task.name}: {names}",
+        "model": f"{plan.model} ({plan.dtype})",
+        "task": f"{plan.task.name}: {names}",
         "method": ", ".join(method),
-        "budget": f"{settings.budget:g} times the perplexity of continuations without bias"
-        f" ({settings.perplexity})",
-        "classifiers": ", ".join(settings.classifiers),
-        "texts": f"{settings.length} tokens, {settings.samples} for each prompt and attribute, seed"
-        f" {settings.seed}",
+        "budget": f"{plan.budget:g} times the perplexity of continuations without bias"
+        f" ({plan.perplexity})",
+        "classifiers": ", ".join(plan.classifiers),
+        "texts": f"{plan.length} tokens, {plan.samples} for each prompt and attribute, seed"
+        f" {plan.seed}",
         "heads": ", ".join(f"{layer}.{head}" for layer, head in card.heads),
     }
     return page(
-        f"Steering {settings.model} on {settings.task.name}",
+        f"Steering {plan.model} on {plan.task.name}",
         [card.gain, *map(format_test, steered.tests.to_dict("records"))],
         sections,
         facts,
@@ -94,8 +94,8 @@ def _render(steered: Steered) -> str:
 
 def judged_figure(steered: Steered) -> Drawing:
     """Accuracy of every arm by the deciding classifier: all attributes, then each."""
-    part = steered.table[steered.table["metric"] == steered.settings.metrics[0]]
-    attributes = ["all", *steered.settings.task.attributes]
+    part = steered.table[steered.table["metric"] == steered.plan.metrics[0]]
+    attributes = ["all", *steered.plan.task.attributes]
     arms = list(dict.fromkeys(part["arm"]))
     figure = new_figure(6.8, 0.7 + 0.17 * len(arms) * len(attributes))
     axes = figure.subplots()
@@ -109,7 +109,7 @@ def judged_figure(steered: Steered) -> Drawing:
         drawn.set_label(str(arm))
     axes.set_yticks(np.arange(len(attributes)), attributes)
     axes.invert_yaxis()
-    plain_axes(axes, f"accuracy in %, {steered.settings.metrics[0]}", "")
+    plain_axes(axes, f"accuracy in %, {steered.plan.metrics[0]}", "")
     legend_above(figure, 5)
     return figure
 
@@ -126,7 +126,7 @@ def tuning_figure(steered: Steered) -> Drawing:
         curve = curve.rename(columns={"ratio": "mean"})
         band(axes, curve, "alpha", colour, lw=1.4, marker=".", label=str(label))
         axes.plot(tuned["alpha"], tuned["ratio"], "o", ms=8, mfc="none", color=colour)
-    axes.axhline(steered.settings.budget, color="0.6", lw=0.8, ls="--")
+    axes.axhline(steered.plan.budget, color="0.6", lw=0.8, ls="--")
     axes.set_yscale("log")
     axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 1.5, 2.0, 3.0, 5.0)))
     axes.yaxis.set_major_formatter("{x:g}")
@@ -138,7 +138,7 @@ def tuning_figure(steered: Steered) -> Drawing:
 
 def heads_figure(steered: Steered) -> Drawing:
     """Scores of the chosen heads and of those that work against the prefix, layer x head."""
-    card, size = steered.selection, model_size(steered.settings.model)
+    card, size = steered.selection, model_size(steered.plan.model)
     scores = np.full((size.n_layers, size.n_heads), np.nan)
     for (layer, head), (mean, _, _) in zip(
         (*card.heads, *card.suppressors), card.scores, strict=True
@@ -153,7 +153,7 @@ def heads_figure(steered: Steered) -> Drawing:
 
 
 def _stability(steered: Steered) -> str:
-    card, size = steered.selection, model_size(steered.settings.model)
+    card, size = steered.selection, model_size(steered.plan.model)
     chance = len(card.heads) ** 2 / (size.n_layers * size.n_heads)
     said = [f"{form!r} chooses {n}" for form, n in card.chosen_by_wordings.items()]
     halves = f" Both halves of the prompts choose {card.chosen_by_halves} of these heads."

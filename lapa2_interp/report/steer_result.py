@@ -56,7 +56,7 @@ CARD = "selection.json"
 
 
 @dataclass(frozen=True)
-class SteerSettings:
+class SteerPlan:
     """Everything that decides a result.
 
     Attributes:
@@ -156,7 +156,7 @@ class Steered:
 
     Attributes:
         folder: Its files.
-        settings: Its settings.
+        plan: Everything that decided it.
         selection: The card: heads, alpha (None where the budget was not reached), and gain.
         tuning: A row per place and strength: place, alpha, ratio of perplexity with low and high;
             and for each place the interpolated strength, with `tuned` True.
@@ -167,7 +167,7 @@ class Steered:
     """
 
     folder: Path
-    settings: SteerSettings
+    plan: SteerPlan
     selection: Selection
     tuning: pd.DataFrame
     table: pd.DataFrame
@@ -177,7 +177,7 @@ class Steered:
     def summary(self) -> str:
         """What came out, in a few lines."""
         lines = [
-            f"{row['place']}: does not reach {self.settings.budget:g} times the perplexity within"
+            f"{row['place']}: does not reach {self.plan.budget:g} times the perplexity within"
             f" alpha {STRENGTHS[-1]:g}, so it is not comparable"
             if np.isnan(row["alpha"])
             else f"{row['place']}: alpha {row['alpha']:.2f}, perplexity"
@@ -185,7 +185,7 @@ class Steered:
             " without bias where it was tuned"
             for row in self.tuning[self.tuning["tuned"]].to_dict("records")
         ]
-        decisive = self.settings.metrics[0]
+        decisive = self.plan.metrics[0]
         part = self.table[(self.table["attribute"] == "all") & (self.table["metric"] == decisive)]
         lines += [
             f"{row['arm']}: {decisive} {format_interval(mean, low, high, '.1f', ' %')}"
@@ -195,7 +195,9 @@ class Steered:
         ]
         return "\n".join([*lines, *map(format_test, self.tests.to_dict("records"))])
 
-    def next_step(self, task: str, prompts: Path, device: str | None = None) -> str:
+    def next_step(
+        self, task: str, prompts: Path | Sequence[Path], device: str | None = None
+    ) -> str:
         """What to do with the result: a command that steers with the card, or what could decide
         whether to.
 
@@ -219,23 +221,23 @@ class Steered:
             return "it is not shown that steering with these heads gains; more prompts may decide"
         return f"steer with\n    {self.command(task, prompts, device)}"
 
-    def command(self, task: str, prompts: Path, device: str | None = None) -> str:
+    def command(self, task: str, prompts: Path | Sequence[Path], device: str | None = None) -> str:
         """The command that makes texts as the chosen heads' were made."""
-        settings = self.settings
+        plan = self.plan
         return command(
             "generate",
-            model=settings.model,
-            dtype=settings.dtype,
-            model_class=settings.model_class,
+            model=plan.model,
+            dtype=plan.dtype,
+            model_class=plan.model_class,
             device=device,
             task=task,
             prompts=prompts,
-            method=settings.method,
-            set=settings.parameters,
+            method=plan.method,
+            set=plan.parameters,
             selection=self.folder / CARD,
-            length=settings.length,
-            samples=settings.samples,
-            seed=settings.seed,
+            length=plan.length,
+            samples=plan.samples,
+            seed=plan.seed,
             out=self.folder / "steered",
         )
 
@@ -303,31 +305,31 @@ def shipped_classifiers(task: Task) -> tuple[str, ...]:
     return tuple(reversed(CLASSIFIERS))
 
 
-def check_settings(settings: SteerSettings) -> None:
+def check_plan(plan: SteerPlan) -> None:
     """Refuse settings that cannot work.
 
     Raises:
         TaskError: The task has one attribute, or is a chat.
         RunError: Too few prompts, or all heads.
     """
-    if settings.task.chat is not None:
+    if plan.task.chat is not None:
         raise TaskError(
             f"steer compares texts by their perplexity behind their prompts, and task"
-            f" {settings.task.name!r} is a chat, whose answers continue no text; give a task"
+            f" {plan.task.name!r} is a chat, whose answers continue no text; give a task"
             " without [chat]"
         )
-    settings.task.others(next(iter(settings.task.attributes)))  # there is a second attribute
-    if (n := len(settings.prompts)) < 4 * FEW:
+    plan.task.others(next(iter(plan.task.attributes)))  # there is a second attribute
+    if (n := len(plan.prompts)) < 4 * FEW:
         raise RunError(
             f"{pluralize(n, 'prompt')} are too few to choose, to tune and to judge with; give at"
             f" least {4 * FEW}, better 250 ({parameter('prompts', 'FILE')})"
         )
-    size = model_size(settings.model)
+    size = model_size(plan.model)
     every = size.n_layers * size.n_heads
-    if settings.heads >= every:
+    if plan.heads >= every:
         raise RunError(
-            f"{parameter('heads')} must be fewer than the {every} heads of {settings.model}; found"
-            f" {settings.heads}"
+            f"{parameter('heads')} must be fewer than the {every} heads of {plan.model}; found"
+            f" {plan.heads}"
         )
 
 
@@ -349,13 +351,13 @@ def _read_settings(file: Path) -> dict[str, Any]:
         ) from error
 
 
-def note_settings(folder: Path, settings: SteerSettings) -> None:
+def note_plan(folder: Path, plan: SteerPlan) -> None:
     """Note the settings in a folder; of a folder that has some, these must be the same.
 
     Raises:
         RunError: They differ, or the folder holds something else.
     """
-    known = asdict(settings) | {"task": settings.task.model_dump(mode="json")}
+    known = asdict(plan) | {"task": plan.task.model_dump(mode="json")}
     known = {
         name: list(value) if isinstance(value, tuple) else value for name, value in known.items()
     }

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from markupsafe import escape
@@ -29,12 +29,12 @@ from markupsafe import escape
 from lapa2_interp._util.errors import TraceError
 from lapa2_interp._util.files import result_folder, write_text
 from lapa2_interp._util.page import embedded, template, write_page
-from lapa2_interp._util.values import Count, Natural, numbers_checked
+from lapa2_interp._util.settings import takes
 from lapa2_interp.bias.augmentation import active_augmentations
 from lapa2_interp.bias.tokens import token_texts
 from lapa2_interp.methods.registry import find_class
-from lapa2_interp.models.facts import Model
 from lapa2_interp.report.encoding import FLOOR, Bits, encode_arrays, quantisation_error, quantise
+from lapa2_interp.report.settings import ViewSettings
 from lapa2_interp.report.viewed_text import (
     HeadValues,
     ViewedText,
@@ -203,55 +203,9 @@ class View:
         return {"text/html": self.frame, "text/plain": repr(self)}
 
 
-@numbers_checked
-def view(
-    run: Run | str | Path,
-    *,
-    only: Mapping[str, Any] | None = None,
-    attribute: str | None = None,
-    prompt: str | None = None,
-    sample: Natural = 0,
-    arm: str | None = None,
-    branch: str | None = None,
-    steps: Count = 64,
-    same_text: bool = False,
-    circuits: str | Path | None = None,
-    bits: Literal[8, 16] | None = None,
-    model: Model | None = None,
-    device: str | None = None,
-    allow_code: bool = False,
-    out: str | Path | None = None,
-) -> View:
-    """Look into one text of a run: where every head attends at every step.
-
-    The command writes a page, one file that loads nothing. The page shows the baseline beside an
-    augmentation and their difference: the text, the attention of every step on every key, and a
-    grid of layers and heads. The text is read again with the run's model, because a run keeps sums
-    of attention only, and is compared with these sums. For example
-
-        lapa2 view results/run
-        lapa2 view results/run --only method=prefix --prompt "The lake" \\
-            --circuits results/circuits
-
-    Args:
-        run: A run's folder.
-        only: Only cells with these values, as COLUMN=VALUE: of a run of several methods or tasks
-            one is shown at a time.
-        attribute: By default the run's first.
-        prompt: The prompt, or its beginning; by default the first.
-        sample: Which of its texts, from 0.
-        arm: The augmentation beside the baseline, as `lapa2 runs` names it; by default the paper's.
-        branch: Which branch of the method; by default the first with a prefix.
-        steps: Tokens of the text that are shown.
-        same_text: Read the baseline's text in both arms, so that only the augmentation differs.
-        circuits: The folder of `lapa2 circuits` on the same model and task, for the effects of
-            heads and what they write.
-        bits: Of a stored number. By default 16, and 8 where the page would exceed 5 MB.
-        model: The run's model, if it is loaded already.
-        device: cpu, cuda, cuda:1; CUDA when there is one, by default.
-        allow_code: Import the module of a method MODULE:CLASS that the run names.
-        out: Also save the page as this file, and replace one that is there; the command writes
-            RUN/view.html by default.
+@takes(ViewSettings)
+def view(settings: ViewSettings) -> View:
+    """`lapa2 view` in Python; `ViewSettings` says what it does and takes.
 
     Raises:
         MethodError: The run's method is code that is not loaded, and not allowed.
@@ -260,15 +214,30 @@ def view(
         CircuitError: The folder is not a study of this model and task.
         RunError: There is no such column or run, or a cell is damaged.
     """
-    loaded = run if isinstance(run, Run) else load_run(run)
-    selected = select_text(loaded, only or {}, attribute, prompt, sample, arm)
+    loaded = settings.run if isinstance(settings.run, Run) else load_run(settings.run)
+    selected = select_text(
+        loaded,
+        settings.only or {},
+        settings.attribute,
+        settings.prompt,
+        settings.sample,
+        settings.arm,
+    )
     for cell in selected.cells.values():
-        find_class(cell.method, allow_code)
-    text = recompute_attention(loaded, selected, branch, steps, same_text, model, device)
-    heads = {} if circuits is None else load_head_values(Path(circuits), text)
-    page = View(text, heads, bits)
-    if out is not None:
-        page.save(out)
+        find_class(cell.method, settings.allow_code)
+    text = recompute_attention(
+        loaded,
+        selected,
+        settings.branch,
+        settings.steps,
+        settings.same_text,
+        settings.model,
+        settings.device,
+    )
+    heads = {} if settings.circuits is None else load_head_values(Path(settings.circuits), text)
+    page = View(text, heads, settings.bits)
+    if settings.out is not None:
+        page.save(settings.out)
     return page
 
 

@@ -11,4 +11,12 @@ if TYPE_CHECKING:
     from lapa2_interp.runs.run import Run, load_run
 
 __all__ = ["MethodProcessor", "Run", "load_grid", "load_run", "make_cells"]
-__getattr__, __dir__ = lazy_names(__name__)
+__getattr__, __dir__ = lazy_names(
+    __name__,
+    {
+        "generate": "make_cells",
+        "grid": "load_grid",
+        "logits_processor": "MethodProcessor",
+        "run": "Run load_run",
+    },
+)

@@ -33,7 +33,6 @@ from lapa2_interp.generation.resolve import cells_of
 from lapa2_interp.generation.settings import (
     AugmentationSetting,
     BannedWordsPolicy,
-    CellSettings,
     EosPolicy,
     Head,
     PromptFile,
@@ -110,44 +109,14 @@ def generate(
 
     Args:
         model: A model's name or folder, or a loaded model (which decides dtype, model_class and
-            start): of
-            `load_model`, a TransformerLens model made elsewhere, or TransformersModel(network,
-            tokenizer, name).
-        prompts: One text, or several; "task": those of the task; a number n: n of them; or a file.
-            What exists as a file, or ends like one, is a path; `Prompts` hold texts alone.
-        attribute: Attribute to steer towards; "all": a cell for each attribute of the task.
+            start): of `load_model`, a TransformerLens model made elsewhere, or
+            TransformersModel(network, tokenizer, name).
         method: A name of `lapa2 methods`, {"name": ..., PARAMETER: VALUE}, or a method of
             `methods.get`.
-        parameters: Parameters of a method given by name.
         task: A name of `lapa2 tasks`, the path of a task file, or a task.
-        prefix: The hard prefix instead of the task's; without an attribute it needs no task. It is
-            joined to the prompt as it is, as in the paper's code: "Very formal:The lake". For a
-            space between them, begin the prompt with one.
-        alpha: Strength of LaPA2, or of an augmentation that leaves its alpha open, >= 0; by default
-            the method's own or the recipe's, and 0 is the base method.
         augmentation: The bias: an `Augmentation`, a tuple of those that act together, recipes such
             as "instaboost:M=5", a dict of fields, of which each may be a list of values, or "none".
-        label: Name of the arm; by default the recipe's, or made of the fields.
-        length: Tokens of a text. On sentiment and topic they include the prompt's, as in the paper:
-            after a prompt of two tokens, length=32 makes 30 new ones. On detox and in chats all are
-            new. A task file sets `length_counts_prompt`.
-        samples: Continuations per prompt.
-        seed: Seed of the random streams.
-        top_k: Number of tokens of largest controlled weight that are kept; 1 is greedy.
-        temperature: Controlled log-weights are divided by it before a token is drawn;
-            from 1e-30 to 1e30.
-        eos: "keep" an end token as any other, "stop" the text there, or "block" it.
-        ban_words: Never draw a token that would say a word of the attribute's prefix ("own"), or of
-            any attribute's ("all").
-        trace: Recorded attention: "full" (every layer and head), "pooled" (their mean) or "none".
         patterns: (layer, head) pairs whose whole attention rows are kept.
-        dtype: float32, bfloat16, float16, float64 or torch's; "auto": the faster of the first two
-            on this machine.
-        model_class: Class of a model given by name.
-        max_rows: Rows of a batch; by default 120, fewer where their cache would exceed 2 GiB.
-        doubled_bos: Two BOS tokens, as the released scripts feed LLaMA.
-        start: The token in front of the text: "auto" (`bias.text_start`), None or "none" for
-            nothing, as the paper's GPT-2 has it, "usual", or a token's text.
         device: Device of a model given by name: cpu, cuda, cuda:1; CUDA when there is one, by
             default.
         trust_remote_code: Run code that comes with a model given by name.
@@ -163,8 +132,34 @@ def generate(
         Lapa2Error: An unknown name, a value out of range, or values that do not fit together.
         RunError: The work reads over 10^11 tokens, or needs more memory than there is.
     """
-    arguments = locals()  # the parameters have the names of the settings' fields
-    fields = python_values({name: arguments[name] for name in CellSettings.model_fields})
+    fields = python_values(
+        {
+            "model": model,
+            "prompts": prompts,
+            "attribute": attribute,
+            "method": method,
+            "parameters": parameters,
+            "task": task,
+            "prefix": prefix,
+            "alpha": alpha,
+            "augmentation": augmentation,
+            "label": label,
+            "length": length,
+            "samples": samples,
+            "seed": seed,
+            "top_k": top_k,
+            "temperature": temperature,
+            "eos": eos,
+            "ban_words": ban_words,
+            "trace": trace,
+            "patterns": patterns,
+            "dtype": dtype,
+            "model_class": model_class,
+            "max_rows": max_rows,
+            "doubled_bos": doubled_bos,
+            "start": start,
+        }
+    )
     if not isinstance(model, str | Path):
         model = fields["model"] = resolve_model(model)
     for name in ("model", "dtype", "model_class", "start"):

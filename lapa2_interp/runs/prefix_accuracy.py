@@ -5,18 +5,18 @@ A scorer tells, and the card of the prefix states it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pandas as pd
 
 from lapa2_interp._util.errors import PrefixError
-from lapa2_interp._util.values import Count, Positive, numbers_checked
+from lapa2_interp._util.settings import takes
 from lapa2_interp.generation.resolve import cell_of
 from lapa2_interp.methods.registry import get_for_task, load_task
 from lapa2_interp.models.load import load_model
-from lapa2_interp.models.machine import DtypeOrAuto, print_if_slow
+from lapa2_interp.models.machine import print_if_slow
+from lapa2_interp.prefixes.settings import PrefixAccuracySettings
 from lapa2_interp.prefixes.soft_prefix import GeneratedAccuracy, cards_in, write_card
 from lapa2_interp.runs.generate import make_cells
 from lapa2_interp.scoring.registry import ScorerOptions, make_scorer
@@ -25,35 +25,9 @@ from lapa2_interp.scoring.tables import score_table
 from lapa2_interp.stats import mean_interval
 
 
-@numbers_checked
-def prefix_accuracy(
-    folders: Sequence[str | Path],
-    *,
-    task: str | None = None,
-    samples: Count = 4,
-    length: Count = 64,
-    alpha: Positive = 0.5,
-    classifier: str = "both",
-    dtype: DtypeOrAuto = "float32",
-    device: str | None = None,
-    seed: int = 1,
-    trust_remote_code: bool = False,
-) -> pd.DataFrame:
-    """Generate behind soft prefixes, without and with LaPA2; put the accuracy into their cards.
-
-    Args:
-        folders: Sets: folders of `lapa2 prefix train --out`.
-        task: The task; the one a set was trained for, by default.
-        samples: Texts per prompt of the task.
-        length: Tokens of a text, the prompt's included where the task counts them.
-        alpha: Strength of LaPA2, above 0: 0 is the baseline beside it.
-        classifier: adapter or linear, which ship, both, or a sequence classifier: hub id or
-            folder.
-        dtype: Precision of weights and computation; auto is bfloat16 or float32, whichever this
-            machine computes faster.
-        device: cpu, cuda, cuda:1; CUDA when there is one, by default.
-        seed: Seed of the random streams.
-        trust_remote_code: Run code that comes with a model.
+@takes(PrefixAccuracySettings)
+def prefix_accuracy(settings: PrefixAccuracySettings) -> pd.DataFrame:
+    """`lapa2 prefix score` in Python; `PrefixAccuracySettings` says what it does and takes.
 
     Returns:
         One row per set, attribute, scorer and arm: set, attribute, scorer, arm, accuracy, low,
@@ -63,24 +37,29 @@ def prefix_accuracy(
         PrefixError: A folder is not a set.
         Lapa2Error: As `load_model`, `make_cells` and the scorer.
     """
-    if not folders:
+    if not settings.folders:
         raise PrefixError("name the folder of a set; `lapa2 prefix train --out` makes one")
-    print_if_slow(dtype, device)
-    sets = {folder: cards_in(folder) for folder in map(Path, folders)}
+    print_if_slow(settings.dtype, settings.device)
+    sets = {folder: cards_in(folder) for folder in map(Path, settings.folders)}
     asked = expand_scorers(
-        ["accuracy", classifier]
-        if classifier in CLASSIFIER_CHOICES
-        else [f"accuracy={classifier}"],
+        ["accuracy", settings.classifier]
+        if settings.classifier in CLASSIFIER_CHOICES
+        else [f"accuracy={settings.classifier}"],
         (),
     )
-    options = ScorerOptions(device=device, trust_remote_code=trust_remote_code)
+    options = ScorerOptions(device=settings.device, trust_remote_code=settings.trust_remote_code)
     rows, model, loaded = [], None, ""
     for folder, there in sets.items():
         first = there[0]
         if first.model != loaded:
-            model = load_model(first.model, dtype, device, trust_remote_code=trust_remote_code)
+            model = load_model(
+                first.model,
+                settings.dtype,
+                settings.device,
+                trust_remote_code=settings.trust_remote_code,
+            )
             loaded = first.model
-        its_task = load_task(task or first.task)
+        its_task = load_task(settings.task or first.task)
         method = get_for_task("prefix", its_task, prefixes=str(folder.resolve()))
         cells = [
             cell_of(
@@ -89,16 +68,16 @@ def prefix_accuracy(
                 task=its_task,
                 attribute=card.attribute,
                 alpha=strength,
-                length=length,
-                samples=samples,
-                seed=seed,
+                length=settings.length,
+                samples=settings.samples,
+                seed=settings.seed,
                 trace="none",
             )
-            for strength in (0.0, alpha)
+            for strength in (0.0, settings.alpha)
             for card in there
         ]
         texts = make_cells(model, cells).texts()
-        texts["arm"] = texts["alpha"].map({0.0: "baseline", alpha: "lapa2"})
+        texts["arm"] = texts["alpha"].map({0.0: "baseline", settings.alpha: "lapa2"})
         scorers = [
             make_scorer("accuracy", named.partition("=")[2], replace(options, task=its_task.name))
             for named in asked
@@ -129,8 +108,8 @@ def prefix_accuracy(
                 generated.append(
                     GeneratedAccuracy(
                         scorer=str(scorer),
-                        length=length,
-                        alpha=alpha,
+                        length=settings.length,
+                        alpha=settings.alpha,
                         baseline=arms["baseline"],
                         lapa2=arms["lapa2"],
                     )

@@ -6,15 +6,14 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
 
 import pandas as pd
-from pydantic import Field
 
 from lapa2_interp._util.commands import command
 from lapa2_interp._util.errors import ScoringError, parameter, pluralize
 from lapa2_interp._util.files import cache_folder, holds_only, result_folder, write_text
 from lapa2_interp._util.paths import is_path
+from lapa2_interp._util.settings import takes
 from lapa2_interp._util.table_formats import (
     as_csv,
     as_latex,
@@ -23,10 +22,11 @@ from lapa2_interp._util.table_formats import (
     format_number,
     interval_text,
 )
-from lapa2_interp._util.values import Count, Natural, NotNegative, numbers_checked
+from lapa2_interp._util.values import NotNegative
 from lapa2_interp.models.load import shared_tokenizer
-from lapa2_interp.models.machine import Dtype, print_if_slow
+from lapa2_interp.models.machine import print_if_slow
 from lapa2_interp.runs.run import load_run, shown_only
+from lapa2_interp.runs.settings import USUAL, ScoreSettings, SheetSettings
 from lapa2_interp.runs.store import ID_COLUMNS, write_parquet
 from lapa2_interp.runs.texts import (
     as_words,
@@ -51,9 +51,6 @@ from lapa2_interp.scoring.tables import (
     score_table,
 )
 from lapa2_interp.tasks.task import ALL, Task, read_task
-
-USUAL = ("accuracy", "perplexity", "distinct")
-"""The scorers where none is named."""
 
 
 @dataclass(frozen=True)
@@ -107,138 +104,80 @@ class Scored:
         return "\n".join(blocks)
 
 
-@numbers_checked
-def score(
-    source: str | Path,
-    scorers: str | Sequence[str] = USUAL,
-    *,
-    out: str | Path | None = None,
-    column: str = "text",
-    attribute: str | None = None,
-    task: str | None = None,
-    lengths: Sequence[Count] = (),
-    parts: Count = 1,
-    labels: Mapping[str, str] | None = None,
-    judge_url: str | None = None,
-    judge_prices: tuple[NotNegative, NotNegative] | None = None,
-    judge_temperature: Annotated[float, Field(ge=0, le=2)] | Literal["server"] = 0.0,
-    max_cost: NotNegative | None = None,
-    only: Mapping[str, Any] | None = None,
-    cache: str | Path | None = None,
-    dtype: Dtype = "float32",
-    device: str | None = None,
-    trust_remote_code: bool = False,
-    force: bool = False,
-    notify: Callable[[str], None] = lambda text: None,
-) -> Scored:
-    """Score the texts of a run, or of a file, by means with 95 % intervals.
-
-    Writes scores.parquet (one row per text and metric), table.csv, differences.csv (each arm
-    against the baseline), and both as table.md and table.tex. `lapa2 report` shows the scores that
-    lie in a run. For example
-
-        lapa2 score results/lake
-        lapa2 score results/lake --scorers accuracy masked echo linear --out fast
-        lapa2 score results/long --scorers accuracy --lengths 64 256 --out long
-        lapa2 score texts.jsonl --scorers toxicity perplexity=gpt2-large --out new
-        lapa2 score results/quick --only task=sentiment method=prefix \\
-            --scorers judge=MODEL --out results/quick/judge
-
-    where the first writes into results/lake/scores.
-
-    Args:
-        source: A run folder (of `lapa2 generate` or `lapa2 sweep`), or a .jsonl, .csv or .parquet
-            file with a column of texts (and prompt, attribute, arm, if known).
-        scorers: accuracy, toxicity, masked, echo, repetition, perplexity, distinct, judge, each
-            plain or as NAME=MODEL (`lapa2 scorers list`), or TASK:NAME=MODEL for texts of one task
-            alone. A plain accuracy or toxicity is by both classifiers that ship, adapter and
-            linear; the word linear or adapter among the scorers takes that one alone. Those of
-            `lapa2 scorers train` are accuracy=FILE, its file of weights.
-        out: The folder of tables; the command writes those of a run into RUN/scores by default.
-        column: The file's column of texts.
-        attribute: What the texts of a file without such a column were steered towards.
-        task: The task of the classifiers that ship, sentiment, topic or detox, or the path of a
-            task file, for the words of prefixes; by default the run's.
-        lengths: Score a run's texts as they were at these lengths.
-        parts: Score texts in this many equal parts, one by one: 2 gives first and second half.
-        labels: Names for a classifier's labels, such as LABEL_0=negative LABEL_1=positive.
-        judge_url: Base URL of the judge's endpoint; by default OPENAI_BASE_URL, or OpenAI's.
-        judge_prices: US dollars per million input and output tokens, to count the judge's cost.
-        judge_temperature: Temperature of the judge, 0 to 2; server leaves it to the server, as some
-            models refuse any.
-        max_cost: Stop the judge before it has cost more US dollars than this (needs
-            judge_prices). What was paid for is kept; the same command continues with the rest, for
-            as much again.
-        only: Only texts with these values, as COLUMN=VALUE; a column given twice: either value.
-        cache: Folder that keeps every score (default: in the user's cache), so that nothing is
-            asked for twice.
-        dtype: Precision of the perplexity model: by default float32, whatever wrote the texts.
-        device: cpu, cuda, cuda:1; CUDA when there is one, by default.
-        trust_remote_code: Run code that comes with a model.
-        force: Replace an earlier folder of tables.
-        notify: Called with what is scored, and what scorers have to say.
+@takes(ScoreSettings)
+def score(settings: ScoreSettings) -> Scored:
+    """`lapa2 score` in Python; `ScoreSettings` says what it does and takes.
 
     Raises:
         ScoringError: Unknown scorer, nothing to score, or a scorer cannot go on.
         RunError: The source is no run, or `out` cannot be written.
     """
-    source = Path(source)
-    scorers = expand_scorers([scorers] if isinstance(scorers, str) else scorers, USUAL)
+    source = Path(settings.source)
+    names = [settings.scorers] if isinstance(settings.scorers, str) else settings.scorers
+    scorers = expand_scorers(names, USUAL)
     of_judge = {
-        "judge-url": judge_url is not None,
-        "judge-prices": judge_prices is not None,
-        "judge-temperature": judge_temperature != 0,
-        "max-cost": max_cost is not None,
+        "judge-url": settings.judge_url is not None,
+        "judge-prices": settings.judge_prices is not None,
+        "judge-temperature": settings.judge_temperature != 0,
+        "max-cost": settings.max_cost is not None,
     }
-    _check_options(source, scorers, column, labels, [name for name in of_judge if of_judge[name]])
-    if max_cost is not None and judge_prices is None:
+    judge_options = [name for name in of_judge if of_judge[name]]
+    _check_options(source, scorers, settings.column, settings.labels, judge_options)
+    if settings.max_cost is not None and settings.judge_prices is None:
         raise ScoringError(
             f"{parameter('max_cost')} is in US dollars and needs the judge's prices: give"
             f" {parameter('judge_prices', 'IN OUT')}"
             " too, per million tokens"
         )
-    print_if_slow(dtype, device)
+    print_if_slow(settings.dtype, settings.device)
     if gaps := _gaps(source):
-        notify(gaps)
+        settings.notify(gaps)
     sources = [
-        (only_rows(_with_attribute(texts, source, attribute), only or {}), manifest)
-        for texts, manifest in read_texts(source, column, only)
+        (
+            only_rows(_with_attribute(texts, source, settings.attribute), settings.only or {}),
+            manifest,
+        )
+        for texts, manifest in read_texts(source, settings.column, settings.only)
     ]
     sources = [source_texts for source_texts in sources if len(source_texts[0])]
     if not sources:
-        raise ScoringError(f"no text of {source} has {shown_only(only)}")
-    if short := _short(lengths, [manifest.cell.length for _, manifest in sources if manifest]):
-        notify(short)
+        raise ScoringError(f"no text of {source} has {shown_only(settings.only)}")
+    longest = [manifest.cell.length for _, manifest in sources if manifest]
+    if short := _short(settings.lengths, longest):
+        settings.notify(short)
     sets = []
     for texts, manifest in sources:
-        if lengths:
+        if settings.lengths:
             reached = [
-                length for length in lengths if manifest is None or length <= manifest.cell.length
+                length
+                for length in settings.lengths
+                if manifest is None or length <= manifest.cell.length
             ]
             if not reached:
                 continue
             texts = at_lengths(texts, manifest, reached)
-        if parts > 1:
+        if settings.parts > 1:
             texts = in_parts(
-                texts, parts, shared_tokenizer(manifest.model.name) if manifest else None
+                texts, settings.parts, shared_tokenizer(manifest.model.name) if manifest else None
             )
+        temperature = settings.judge_temperature
         options = ScorerOptions(
-            task=_task(task, manifest.cell.task if manifest else None),
-            labels=labels or {},
-            judge_url=judge_url,
-            judge_prices=judge_prices,
-            judge_temperature=None if judge_temperature == "server" else judge_temperature,
-            dtype=dtype,
-            device=device,
+            task=_task(settings.task, manifest.cell.task if manifest else None),
+            labels=settings.labels or {},
+            judge_url=settings.judge_url,
+            judge_prices=settings.judge_prices,
+            judge_temperature=None if temperature == "server" else temperature,
+            dtype=settings.dtype,
+            device=settings.device,
             generator=manifest.model.weights if manifest else None,
-            trust_remote_code=trust_remote_code,
+            trust_remote_code=settings.trust_remote_code,
         )
         sets.append((texts, options))
-    if out is None:
-        return _score(sets, scorers, cache, max_cost, notify)
+    if settings.out is None:
+        return _score(sets, scorers, settings.cache, settings.max_cost, settings.notify)
     ours = holds_only("table.csv", "differences.csv", "scores.parquet", "table.md", "table.tex")
-    with result_folder(Path(out), force, ours) as folder:
-        scored = _score(sets, scorers, cache, max_cost, notify)
+    with result_folder(Path(settings.out), settings.force, ours) as folder:
+        scored = _score(sets, scorers, settings.cache, settings.max_cost, settings.notify)
         write_text(folder / "table.csv", as_csv(scored.table))
         write_text(folder / "differences.csv", as_csv(scored.differences))
         shown = format_scores(scored.table, scored.differences)
@@ -413,26 +352,9 @@ def _gaps(source: Path) -> str:
     )
 
 
-def rating_sheets(
-    source: str | Path,
-    *,
-    out: str | Path,
-    n_texts: Count = 100,
-    seed: Natural = 1,
-    column: str = "text",
-    only: Mapping[str, Any] | None = None,
-) -> pd.DataFrame:
-    """Make blinded sheets with the paper's rubric for human raters, as CSV.
-
-    Args:
-        source: A run folder, or a file with columns text, prompt, attribute (and arm).
-        out: A new folder of sheet.csv and rubric.txt, for the raters, and key.csv, which stays with
-            you.
-        n_texts: Texts, over all arms together (the paper: 100 per task); every arm has as many.
-        seed: Seed of the draw and the order.
-        column: The file's column of texts.
-        only: Only texts with these values, as COLUMN=VALUE: task=sentiment method=prefix
-            attribute=positive.
+@takes(SheetSettings)
+def rating_sheets(settings: SheetSettings) -> pd.DataFrame:
+    """`lapa2 scorers sheets` in Python; `SheetSettings` says what it does and takes.
 
     Returns:
         The key, as from `scoring.human.make_sheets`.
@@ -441,11 +363,11 @@ def rating_sheets(
         ScoringError: As `score`, or `make_sheets`.
         RunError: `out` exists, or cannot be written.
     """
-    source = Path(source)
-    sets = [texts for texts, _ in read_texts(source, column, only)]
+    source = Path(settings.source)
+    sets = [texts for texts, _ in read_texts(source, settings.column, settings.only)]
     if not sets:
-        raise ScoringError(f"no text of {source} has {shown_only(only)}")
-    texts = only_rows(pd.concat(sets, ignore_index=True), only or {})
+        raise ScoringError(f"no text of {source} has {shown_only(settings.only)}")
+    texts = only_rows(pd.concat(sets, ignore_index=True), settings.only or {})
     if {"task", "method"} <= set(texts):  # what is compared is a method's arm
         arm = as_words(texts["task"]) + " " + as_words(texts["method"]) + " " + texts["arm"]
         if "variant" in texts:
@@ -455,4 +377,4 @@ def rating_sheets(
             arm += " @ " + as_words(texts["model"])
         texts = texts.assign(arm=arm)
     texts = texts.drop(columns=[*ID_COLUMNS], errors="ignore")
-    return make_sheets(texts, Path(out), n_texts, seed)
+    return make_sheets(texts, Path(settings.out), settings.n_texts, settings.seed)

@@ -5,11 +5,10 @@ sweep(["quick/alpha"], "results/alpha", {"samples": 1})
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pandas as pd
 
@@ -21,12 +20,12 @@ from lapa2_interp._util.errors import (
     pluralize,
     unknown_choice,
 )
+from lapa2_interp._util.settings import takes
 from lapa2_interp._util.terminal import stop_on_sigterm
-from lapa2_interp._util.values import Count, numbers_checked
 from lapa2_interp.bias.text_start import describe_start, text_start
 from lapa2_interp.generation.cell import Cell
 from lapa2_interp.models.load import shared_tokenizer
-from lapa2_interp.models.machine import Attn, Dtype, check_attn, faster_dtype, print_if_slow
+from lapa2_interp.models.machine import check_attn, faster_dtype, print_if_slow
 from lapa2_interp.runs.checks import check_device, check_grids
 from lapa2_interp.runs.engines import InProcess, local_engine
 from lapa2_interp.runs.estimates import check_affordable, estimate
@@ -34,105 +33,58 @@ from lapa2_interp.runs.fill import Swept, fill_run
 from lapa2_interp.runs.grid import Grid, load_grid
 from lapa2_interp.runs.ray import RayPool
 from lapa2_interp.runs.run import as_list, is_any_of
+from lapa2_interp.runs.settings import SweepSettings
 from lapa2_interp.runs.store import CELLS, LISTING, read_cell, read_listing, state_of
 
 ENGINES = ("local", "ray")
 
 
-@numbers_checked
-def sweep(
-    names: str | Sequence[str],
-    out: str | Path,
-    changes: Mapping[str, Any] | None = None,
-    *,
-    only: Mapping[str, Any] | None = None,
-    engine: Literal["local", "ray"] = "local",
-    workers: Count | None = None,
-    device: str | None = None,
-    dtype: Dtype | None = None,
-    threads: Count = 1,
-    address: str | None = None,
-    gpus_per_worker: float | None = None,
-    pack: Literal["auto", "on", "off"] = "auto",
-    attn: Attn = "auto",
-    allow_code: bool = False,
-    dry_run: bool = False,
-    yes: bool = False,
-    notify: Callable[[str], None] = lambda text: print(text, file=sys.stderr),
-) -> Swept:
-    """Make every cell of one or more grids in a run folder, going on where an earlier call stopped.
-
-    You may stop it at any time: a finished batch of rows is never made again, and the result is the
-    same as without the stop. Several sweeps may fill one run folder. For example
-
-        lapa2 sweep quick/sent_topic quick/scaling --out results/quick
-        lapa2 sweep quick/alpha --set samples=1 --set length=48 --out results/try
-        lapa2 sweep paper/detox --engine ray --address auto --out results/paper
-
-    Args:
-        names: Built-in grids (`lapa2 grids`), or paths of .toml files.
-        out: The run folder.
-        changes: KEY=VALUE replaces a key in every block, such as samples=2; repeat the option for
-            more.
-        only: Only cells with these settings, as COLUMN=VALUE, such as task=topic method=prefix (a
-            column given twice, or a list: either value); the others stay missing. So a grid is made
-            in parts, also on several machines.
-        engine: local, or ray: workers on the machines of a Ray cluster.
-        workers: By default one per GPU, or per CPU core.
-        device: cpu, cuda, cuda:1; CUDA when there is one, by default. With ray also auto: a model
-            over all GPUs of a worker.
-        dtype: What dtype = "auto" means in the grids; by default that of the grid's cells in the
-            run, else bfloat16 or float32, whichever this machine computes faster. Grids that name a
-            dtype keep it.
-        threads: CPU threads of a worker. Another number may change the last bits of a logit, and so
-            a text.
-        address: Address of a Ray cluster to join ("auto": the one this machine belongs to); by
-            default one on this machine.
-        gpus_per_worker: GPUs a Ray worker is given where the cluster has any (default: 1); a model
-            may span several.
-        pack: Compute with prepacked weights, which is faster on a CPU and takes as much memory
-            again: auto where it fits, on, or off. Prepacking may change the last bits of a logit,
-            and so a text.
-        attn: Of a TransformersModel: fused reads prompts without the matrix of attention scores,
-            matrix forms it, auto decides by their size, once a cell.
-        allow_code: Import the modules of methods that a grid names as MODULE:CLASS. Other files of
-            the grid are data, and never run.
-        dry_run: Only say what is left to make, and what it takes.
-        yes: Start also what reads over 10^11 tokens, or needs more memory than there is.
-        notify: Called with what is to be made, and about cells that fail.
+@takes(SweepSettings)
+def sweep(settings: SweepSettings) -> Swept:
+    """`lapa2 sweep` in Python; `SweepSettings` says what it does and takes.
 
     Raises:
         GridError, ModelError: A grid is malformed, or a cell cannot be made.
         RunError: The folder holds something else or cannot be written, or the engine cannot start.
     """
-    out, names = Path(out), [names] if isinstance(names, str) else names
+    out = Path(settings.out)
+    names = [settings.names] if isinstance(settings.names, str) else settings.names
     if not names:
         raise GridError(
             "name a grid: `lapa2 sweep quick/sent_topic --out RUN` (`lapa2 grids` lists them)"
         )
-    if engine not in ENGINES:
-        raise RunError(unknown_choice("engine", engine, ENGINES))
-    if engine == "local":
-        for name, value in (("address", address), ("gpus_per_worker", gpus_per_worker)):
+    if settings.engine not in ENGINES:
+        raise RunError(unknown_choice("engine", settings.engine, ENGINES))
+    if settings.engine == "local":
+        for name, value in (
+            ("address", settings.address),
+            ("gpus_per_worker", settings.gpus_per_worker),
+        ):
             if value is not None:
                 raise RunError(
                     f"{parameter(name, value)} belongs to {parameter('engine', 'ray')}, and"
                     " the engine is local; leave it"
                     f" out, or give {parameter('engine', 'ray')}"
                 )
-        check_device(device)
+        check_device(settings.device)
     grids = load_grids(
-        out, names, changes, dtype=dtype, device=device, allow_code=allow_code, yes=yes
+        out,
+        names,
+        settings.changes,
+        dtype=settings.dtype,
+        device=settings.device,
+        allow_code=settings.allow_code,
+        yes=settings.yes,
     )
     check_grids(grids)
     for model_class in dict.fromkeys(cell.model_class for grid in grids for cell in grid.cells):
-        check_attn(attn, model_class)
+        check_attn(settings.attn, model_class)
     for used in dict.fromkeys(
-        cell.dtype for grid in grids for cell in grid.cells if engine == "local"
+        cell.dtype for grid in grids for cell in grid.cells if settings.engine == "local"
     ):
-        print_if_slow(used, device)
+        print_if_slow(used, settings.device)
     cells = {cell.key: cell for grid in grids for cell in grid.cells}
-    for column, value in (only or {}).items():
+    for column, value in (settings.only or {}).items():
         table = pd.DataFrame([cell.columns for cell in cells.values()], index=list(cells))
         if column not in table:
             raise GridError(unknown_choice("column", column, table.columns))
@@ -143,31 +95,39 @@ def sweep(
                 )
         cells = {key: cells[key] for key in table.index[is_any_of(table[column], as_list(value))]}
     left = _unfinished(out, cells)
+    workers = (settings.workers, settings.device, settings.threads)
     runner = (
-        local_engine(workers, device, threads, pack, attn)
-        if engine == "local"
-        else RayPool(workers, device, threads, address, gpus_per_worker, pack, attn)
+        local_engine(*workers, settings.pack, settings.attn)
+        if settings.engine == "local"
+        else RayPool(
+            *workers, settings.address, settings.gpus_per_worker, settings.pack, settings.attn
+        )
     )
     try:
         if not isinstance(runner, InProcess):
             _check_methods(left)
         if left:
-            left_to_make = estimate(left, device)
-            notify(
+            left_to_make = estimate(left, settings.device)
+            settings.notify(
                 f"{len(left)} of {len(cells)} cells to make: {left_to_make}, with"
                 f" {pluralize(runner.n_workers, 'worker')}\n{_listed_prefixes(left)}"
                 f"\n{_listed_starts(left)}"
             )
             # A cluster's machines may have other memory than this one.
-            memory = left_to_make.memory if engine == "local" else 0
-            check_affordable(left_to_make.texts, left_to_make.row_tokens, memory, yes or dry_run)
-        if dry_run:
+            memory = left_to_make.memory if settings.engine == "local" else 0
+            check_affordable(
+                left_to_make.texts,
+                left_to_make.row_tokens,
+                memory,
+                settings.yes or settings.dry_run,
+            )
+        if settings.dry_run:
             return Swept(len(cells) - len(left), 0, (), dry_run=True, folder=out)
         with stop_on_sigterm():
-            return fill_run(out, grids, runner, notify, list(cells))
+            return fill_run(out, grids, runner, settings.notify, list(cells))
     except (KeyboardInterrupt, SystemExit):
         done = len(cells) - len(_unfinished(out, cells))
-        notify(f"\n{done} of {pluralize(len(cells), 'cell')} finished")
+        settings.notify(f"\n{done} of {pluralize(len(cells), 'cell')} finished")
         raise
     finally:
         runner.close()

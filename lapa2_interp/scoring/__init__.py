@@ -36,4 +36,11 @@ __all__ = [
     "score_table",
     "score_texts",
 ]
-__getattr__, __dir__ = lazy_names(__name__)
+__getattr__, __dir__ = lazy_names(
+    __name__,
+    {
+        "registry": "ScorerOptions make_scorer score_texts",
+        "scorer": "ScoreCache Scorer SkippedText TextItem expand_scorers run_scorer",
+        "tables": "score_table",
+    },
+)

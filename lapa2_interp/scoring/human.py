@@ -25,8 +25,10 @@ from jaxtyping import Float
 from lapa2_interp._util.errors import ScoringError
 from lapa2_interp._util.files import holds_only, result_folder, write_text
 from lapa2_interp._util.parsing import read_text
+from lapa2_interp._util.settings import takes
 from lapa2_interp._util.table_formats import as_csv
 from lapa2_interp._util.values import Count, Natural, numbers_checked
+from lapa2_interp.scoring.settings import RatingSettings
 from lapa2_interp.scoring.tables import asked_texts, mean_columns
 from lapa2_interp.stats import FEW, resampled_means, tails
 from lapa2_interp.tasks.corpora import read_csv
@@ -150,15 +152,9 @@ def _read_csv(path: Path, needed: Sequence[str]) -> pd.DataFrame:
     return table
 
 
-def rating_tables(
-    files: Sequence[str | Path], *, key: str | Path, out: str | Path | None = None
-) -> dict[str, pd.DataFrame]:
-    """Read raters' answers: means per arm with 95 % intervals, and how far the raters agree.
-
-    Args:
-        files: The raters' filled sheets, CSV files with comma, semicolon or tab.
-        key: The key.csv of `lapa2 scorers sheets`.
-        out: Also write answers.csv, table.csv and agreement.csv into this new folder.
+@takes(RatingSettings)
+def rating_tables(settings: RatingSettings) -> dict[str, pd.DataFrame]:
+    """`lapa2 scorers answers` in Python; `RatingSettings` says what it does and takes.
 
     Returns:
         answers, as from `read_answers`; table, from `human_table`; agreement, from
@@ -168,14 +164,16 @@ def rating_tables(
         ScoringError: As `read_answers`.
         RunError: `out` exists, or cannot be written.
     """
-    answers = read_answers(Path(key), [Path(file) for file in files])
+    answers = read_answers(Path(settings.key), [Path(file) for file in settings.files])
     tables = {
         "answers": answers,
         "table": human_table(answers),
         "agreement": annotator_agreement(answers),
     }
-    if out is not None:
-        with result_folder(Path(out), finished=holds_only("answers.csv", "*.csv")) as folder:
+    if settings.out is not None:
+        with result_folder(
+            Path(settings.out), finished=holds_only("answers.csv", "*.csv")
+        ) as folder:
             for name, table in tables.items():
                 write_text(folder / f"{name}.csv", as_csv(table))
     return tables

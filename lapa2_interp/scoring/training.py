@@ -21,11 +21,12 @@ from jaxtyping import Float
 from lapa2_interp._util.errors import DataError, ScoringError, parameter
 from lapa2_interp._util.files import temporary_folder
 from lapa2_interp._util.parsing import parse_json
+from lapa2_interp._util.settings import takes
 from lapa2_interp._util.unpacking import open_packed
-from lapa2_interp._util.values import Positive, numbers_checked
 from lapa2_interp.scoring.agreement import agreement, card_rows
 from lapa2_interp.scoring.linear import LinearCard, LinearScorer, save_linear, train_linear
 from lapa2_interp.scoring.scorer import TextItem, run_scorer
+from lapa2_interp.scoring.settings import TrainingSettings
 from lapa2_interp.scoring.task_scorer import TOXIC_LABEL, AgreementRow, TaskScorer
 from lapa2_interp.tasks.corpora import Corpus, read_corpus, without_texts_of
 from lapa2_interp.tasks.segmentation import word_spans, words_between
@@ -105,42 +106,17 @@ class ScorerData:
     graded_tests: Sequence[GradedTexts] = ()
 
 
-@numbers_checked
-def train_scorer(
-    *,
-    task: str | Path | Task,
-    data: Sequence[str],
-    test: Sequence[str] = (),
-    graded: Sequence[str] = (),
-    c: Positive = 3.0,
-    out: str | Path,
-) -> LinearCard:
-    """Train a classifier for a task: a linear model on hashed n-grams, in minutes.
-
-    `analyses/train_adapters.py` trains adapters on SmolLM2, in hours. For example
-
-        lapa2 scorers train --task sentiment --data imdb --data sst2=3 \\
-            --c 1 --test imdb --test sst2 --out results/scorers
-
-    Args:
-        task: A task of `lapa2 tasks`, or the path of a task file; its attributes are the labels.
-        data: imdb, sst2 or agnews from the hub, or a file (.jsonl, .csv, .parquet, also compressed)
-            with fields text and label; repeat the option for more. =WEIGHT after it says how much
-            its texts count, such as sst2=3.
-        test: The same, for the card's results; of corpora on the hub the test split is read.
-        graded: A file of RealToxicityPrompts with Perspective scores (.jsonl, .jsonl.xz), for
-            toxicity: four fifths of its rows are learned, the rest tests the correlation. =WEIGHT
-            as above.
-        c: Inverse strength of the L2 penalty.
-        out: Folder of the weights and the card.
+@takes(TrainingSettings)
+def train_scorer(settings: TrainingSettings) -> LinearCard:
+    """`lapa2 scorers train` in Python; `TrainingSettings` says what it does and takes.
 
     Raises:
         Lapa2Error: As `read_data`; or `c` is out of range.
     """
-    chosen = task if isinstance(task, Task) else read_task(task)
-    labels, out = tuple(chosen.attributes), Path(out)
-    read = read_data(labels, data, test, graded, out)
-    return train_linear_scorer(chosen.name, labels, read, out, c)
+    task = settings.task if isinstance(settings.task, Task) else read_task(settings.task)
+    labels, out = tuple(task.attributes), Path(settings.out)
+    read = read_data(labels, settings.data, settings.test, settings.graded, out)
+    return train_linear_scorer(task.name, labels, read, out, settings.c)
 
 
 def train_linear_scorer(

@@ -15,4 +15,10 @@ if TYPE_CHECKING:
     from lapa2_interp.tasks.task import Prompts, Task, extra_prompts, read_task
 
 __all__ = ["Prompts", "Task", "as_prompts", "extra_prompts", "read_prompts", "read_task"]
-__getattr__, __dir__ = lazy_names(__name__)
+__getattr__, __dir__ = lazy_names(
+    __name__,
+    {
+        "prompts": "as_prompts read_prompts",
+        "task": "Prompts Task extra_prompts read_task",
+    },
+)

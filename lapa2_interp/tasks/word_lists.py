@@ -27,15 +27,13 @@ from lapa2_interp._util.commands import command
 from lapa2_interp._util.errors import DataError, parameter, validation_message
 from lapa2_interp._util.files import write_text
 from lapa2_interp._util.parsing import parse_json, read_text
-from lapa2_interp._util.values import Count, numbers_checked
+from lapa2_interp._util.settings import takes
 from lapa2_interp.tasks.corpora import read_corpus
 from lapa2_interp.tasks.segmentation import letter_runs
+from lapa2_interp.tasks.settings import LEAST_Z, WordListSettings
 from lapa2_interp.tasks.task import Task, read_task
 
 PRIOR = 10_000.0
-LEAST_Z = 1.96
-"""The least z of a word that is kept. One in forty words that are unrelated to the class reaches
-it."""
 STATISTIC = (
     "z of the log-odds ratio with an informative Dirichlet prior of 10,000 words; function words"
     " left out"
@@ -135,36 +133,9 @@ def read_word_list(file: str, task: str) -> dict[str, tuple[str, ...]]:
         raise DataError(f"{source} is not a word list: {validation_message(error)}") from None
 
 
-@numbers_checked
-def make_word_list(
-    *,
-    task: str | Path | Task,
-    data: Sequence[str],
-    out: str | Path,
-    n_words: Count = 400,
-    min_count: Count = 20,
-    min_z: float = LEAST_Z,
-    force: bool = False,
-) -> dict[str, list[tuple[str, float]]]:
-    """Derive FreeCtrl's word lists from labelled texts: the words that tell attributes apart.
-
-    Words are ranked by the z of the log-odds ratio with a Dirichlet prior (Monroe, Colaresi and
-    Quinn 2008); function words are left out. For example
-
-        lapa2 word-lists --task sentiment --data sst2 --data imdb --out words.json
-        lapa2 generate --method freectrl --set words=words.json \\
-            --attribute positive --out results/run
-
-    Args:
-        task: A task of `lapa2 tasks`, or the path of a task file: whose attributes are the labels.
-        data: A corpus by name (imdb, sst2, agnews) or a file with the fields text and label; repeat
-            the option for more.
-        out: The list, a JSON file.
-        n_words: Words per attribute.
-        min_count: Occurrences a word must have.
-        min_z: The smallest z of a word; 1.96 is reached by one in forty of the words that tell
-            nothing.
-        force: Replace the file.
+@takes(WordListSettings)
+def make_word_list(settings: WordListSettings) -> dict[str, list[tuple[str, float]]]:
+    """`lapa2 word-lists` in Python; `WordListSettings` says what it does and takes.
 
     Returns:
         Words with their z, by label.
@@ -174,25 +145,26 @@ def make_word_list(
         DataError: A corpus cannot be read, an attribute gets no word, or the file exists or cannot
             be written.
     """
-    labels = tuple((task if isinstance(task, Task) else read_task(task)).attributes)
-    out = Path(out)
-    if out.is_dir() or (out.exists() and not force):
+    task = settings.task if isinstance(settings.task, Task) else read_task(settings.task)
+    labels = tuple(task.attributes)
+    out = Path(settings.out)
+    if out.is_dir() or (out.exists() and not settings.force):
         kind = "a folder" if out.is_dir() else "there already"
         raise DataError(
             f"{out} is {kind}; give another {parameter('out')}"
             + ("" if out.is_dir() else f", or {parameter('force', True)} to replace it")
         )
-    corpora = [read_corpus(source, labels) for source in data]
+    corpora = [read_corpus(source, labels) for source in settings.data]
     texts = {
         label: [text for corpus in corpora for text in corpus.texts[label]] for label in labels
     }
-    derived = derive_words(texts, n_words, min_count, min_z)
+    derived = derive_words(texts, settings.n_words, settings.min_count, settings.min_z)
     empty = [label for label, best in derived.items() if not best]
     if empty:
         raise DataError(
-            f"no word tells {empty[0]!r} from the others (z {min_z:g} or more, {min_count} times);"
-            f" give more {parameter('data')}, or a lower {parameter('min_count')} or"
-            f" {parameter('min_z')}"
+            f"no word tells {empty[0]!r} from the others (z {settings.min_z:g} or more,"
+            f" {settings.min_count} times); give more {parameter('data')}, or a lower"
+            f" {parameter('min_count')} or {parameter('min_z')}"
         )
     word_list = WordList(
         corpora=tuple(corpus.summary for corpus in corpora),

@@ -63,7 +63,7 @@ def steered(tmp_path_factory):
 
 
 def test_each_prompt_is_in_one_part(steered):
-    parts = steered.settings.parts()
+    parts = steered.plan.parts()
     assert {name: len(part) for name, part in parts.items()} == {
         "choose": 8,
         "tune": 8,
@@ -90,7 +90,7 @@ def test_random_heads_are_other_heads_of_the_same_layers():
 
 
 def test_random_sets_share_the_prompts(steered):
-    settings = steered.settings
+    settings = steered.plan
     prompts = settings.parts()["judge"]
     cells = settings.cells_with_bias(prompts, RANDOM, 1.0, steered.selection)
     of_one = [cell for cell in cells if cell.attribute == "positive"]
@@ -162,7 +162,7 @@ def test_the_tests_are_paired_differences_of_the_masked_accuracy(steered):
 def test_the_table_has_every_arm_attribute_and_metric(steered):
     table = steered.table
     assert set(table["metric"]) == {
-        *steered.settings.metrics, "distinct-1", "distinct-2", "distinct-3"
+        *steered.plan.metrics, "distinct-1", "distinct-2", "distinct-3"
     }  # fmt: skip
     for metric, part in table.groupby("metric"):
         assert set(part["attribute"]) == {"all", "positive", "negative"}, metric
@@ -179,7 +179,7 @@ def test_the_same_call_goes_on_and_other_settings_are_refused(steered, monkeypat
     times = [file.stat().st_mtime_ns for file in steered.folder.glob("*/cells/*/*.parquet")]
     arguments = GIVEN | {"out": steered.folder, "dtype": "auto"}
     again = steer("tiny-gpt2", PROMPTS, "sentiment", notify=lambda line: None, **arguments)
-    assert again.settings == steered.settings
+    assert again.plan == steered.plan
     assert (steered.folder / "tests.csv").read_bytes() == before
     assert [f.stat().st_mtime_ns for f in steered.folder.glob("*/cells/*/*.parquet")] == times
     pd.testing.assert_frame_equal(again.table, steered.table)
@@ -295,20 +295,20 @@ NOTHING = dict.fromkeys(("difference", "low", "high", "p", "p_holm", "detectable
 def test_what_has_no_test_is_neither_a_gain_nor_a_loss(steered, changed, outcome, gain):
     test = TEST | changed
     assert outcome in format_test(test).partition(f"against {NO_BIAS}: ")[2]
-    sentence = _gain(steered.settings, pd.DataFrame([test]), steered.table, {CHOSEN: 1.0})
+    sentence = _gain(steered.plan, pd.DataFrame([test]), steered.table, {CHOSEN: 1.0})
     assert gain in sentence
     for text in (format_test(test), sentence):
         assert "nan" not in text
 
 
 def test_arms_without_common_scores_are_told_from_arms_that_are_not_judged(steered):
-    columns = {"attribute": "positive", "metric": steered.settings.metrics[0], "scorer": "s"}
+    columns = {"attribute": "positive", "metric": steered.plan.metrics[0], "scorer": "s"}
     scores = pd.DataFrame(
         [("a", CHOSEN, 1.0), ("a", NO_BIAS, 0.0), ("b", CHOSEN, 1.0), ("b", ALL, math.nan)],
         columns=["prompt", "arm", "value"],
     ).assign(sample=0, reason="", **columns)
     both = pd.concat([scores, scores.assign(attribute="negative")], ignore_index=True)
-    tests = _tests(steered.settings, both).set_index("against")
+    tests = _tests(steered.plan, both).set_index("against")
     assert tests.loc[NO_BIAS, "prompts"] == 1
     assert tests.loc[ALL, "prompts"] == 0
     assert math.isnan(tests.loc[RANDOM, "prompts"])
@@ -375,13 +375,13 @@ def test_a_place_that_is_not_comparable_has_no_number(steered, tmp_path, monkeyp
 def test_parameters_are_hard_prefixes_without_pro_aug_unless_given(steered):
     from lapa2_interp.report.steer_result import method_parameters
 
-    task = steered.settings.task
+    task = steered.plan.task
     usual = {"prefixes": "hard", "pro_aug": False}
     assert method_parameters("air-decoding", task, None) == usual
     assert method_parameters("air-decoding", task, {"pro_aug": True}) == usual | {"pro_aug": True}
     assert method_parameters("prefix", task, None) == {"prefixes": "hard"}
-    assert replace(steered.settings, method="gedi").arms[0] == "prefix alone"
-    assert steered.settings.arms[0] == NO_BIAS
+    assert replace(steered.plan, method="gedi").arms[0] == "prefix alone"
+    assert steered.plan.arms[0] == NO_BIAS
 
 
 @pytest.mark.parametrize("judge", ["tiny-gpt2", "tiny-llama"])
