@@ -31,7 +31,7 @@ def progress_bar(total: int, label: str, noun: str = "token", *, initial: int = 
         initial: Number that was done before.
     """
     form: dict[str, Any] = {
-        "desc": escape_line(label),
+        "desc": label if label.isprintable() else escape_line(label),
         "total": total,
         "unit": noun,
         "initial": initial,

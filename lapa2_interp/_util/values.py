@@ -123,7 +123,10 @@ def numbers_checked(function: Callable[P, T]) -> Callable[P, T]:
         values = dict(zip(shape.parameters, arguments, strict=False)) | named
         for name, annotation in annotations().items():
             if name in values:
-                check_value(parameter(name), values[name], annotation)
+                try:
+                    _adapter(annotation).validate_python(plain(values[name]), strict=True)
+                except ValueError:  # pydantic's are
+                    check_value(parameter(name), values[name], annotation)
         return function(*arguments, **named)
 
     return call

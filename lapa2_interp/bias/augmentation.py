@@ -65,8 +65,8 @@ from pydantic import (
 )
 
 from lapa2_interp._util.errors import AugmentationError, validation_message
-from lapa2_interp._util.values import Natural, Positive
-from lapa2_interp.bias.places import FORMS, read_place
+from lapa2_interp._util.values import Natural, Positive, plain
+from lapa2_interp.bias.places import FORMS, READERS, read_place
 
 Law = Literal[
     "log", "linear", "sqrt", "constant", "scale", "cut", "target", "ratio", "power", "multiply"
@@ -217,7 +217,10 @@ class Augmentation(BaseModel):
     def _fill_from_profile(cls, fields: Any) -> Any:
         if not isinstance(fields, dict):
             return fields
-        read = {name: read_place(name, value) for name, value in fields.items()}
+        read = {
+            name: read_place(name, value) if name in READERS else plain(value)
+            for name, value in fields.items()
+        }
         return PROFILES.get(str(read.get("profile", "paper")), {}) | read
 
     @field_validator("layers", "heads")

@@ -239,8 +239,8 @@ def resolve(
 
 def _start_of_loaded(model: Model, start: str | None) -> str:
     """The start of a loaded model, which a setting may repeat."""
-    loaded, wanted = start_setting(model, AUTO_START), start_setting(model, start)
-    if wanted != loaded:
+    loaded = start_setting(model, AUTO_START)
+    if start != AUTO_START and (wanted := start_setting(model, start)) != loaded:
         raise ModelError(
             f"{parameter('start', wanted)}, and the model was loaded with start {loaded!r}, which"
             f" all that reads it follows; give load_model(..., start={wanted!r})"

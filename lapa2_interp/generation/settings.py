@@ -188,7 +188,7 @@ class CellSettings(BaseModel):
                 f"patterns: takes {PLACES['heads']}; found {value}. Since a list in a grid is an"
                 " axis, write all pairs as one text, or in a list more: [[[0, 0], [1, 1]]]"
             )
-        return () if value == "" else head_pairs("patterns", value, TraceError)
+        return () if value in ("", ()) else head_pairs("patterns", value, TraceError)
 
     @field_validator("start", mode="before")
     @classmethod
