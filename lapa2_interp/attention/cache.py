@@ -4,7 +4,7 @@ The interface has the prompt pass, the expansion to samples, and further tokens.
 
 Rows are left-padded; the attention mask and (on the bridge) explicit positions go with every call.
 On TransformerBridge keys and values lie in buffers of their final size, and each step writes one
-slot. HookedTransformer concatenates keys and values.
+slot. HookedTransformer concatenates keys and values (`attention.hooked_rows`).
 
 A soft prefix fills the first slots of its rows' cache before anything is read. In rows without a
 soft prefix those slots are masked. `RecomputedRows` has the same interface and no cache.
@@ -14,16 +14,17 @@ A long prompt is read in pieces of queries, so that its attention scores fit int
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicLayer
 
-from lapa2_interp._util.errors import LayoutError, ModelError, PrefixError, parameter
+from lapa2_interp._util.errors import LayoutError, ModelError, parameter
 from lapa2_interp.attention.cached_heads import SlotLayer, new_cache_layers
 from lapa2_interp.bias.augmentation import Augmentation
 from lapa2_interp.bias.layout import Layout
@@ -48,10 +49,10 @@ PROMPT_SCORES = 2**28
 """Attention scores of one layer up to which a prompt is read whole: 1 GiB in float32."""
 
 
-@runtime_checkable
-class Rows(Protocol):
+class Rows(ABC):
     """The decode state of stacked rows, such as the cached keys and values of their texts."""
 
+    @abstractmethod
     def prompt_pass(
         self,
         layouts: Sequence[Layout],
@@ -64,9 +65,11 @@ class Rows(Protocol):
             The logits of each row's last `keep` tokens.
         """
 
+    @abstractmethod
     def expand(self, index: Int[Tensor, " expanded"], capacity: int) -> None:
         """Make row i a copy of the old row index[i], with room for `capacity` keys."""
 
+    @abstractmethod
     def read_tokens(
         self, tokens: Int[Tensor, "row query"], keep: int = 1
     ) -> Float[Tensor, "row last vocab"]:
@@ -92,19 +95,7 @@ def check_packing(model: Model) -> None:
         )
 
 
-def _slots_to_keep(
-    mask: Int[Tensor, "row slot"], n_tokens: Sequence[int]
-) -> tuple[Int[Tensor, "row kept"], Int[Tensor, "row kept"]]:
-    """Where the first tokens of each row lie, once left-padded, and the mask of them."""
-    count = torch.tensor(n_tokens, device=mask.device)[:, None]
-    width = max(n_tokens)
-    token = torch.arange(width, device=mask.device) - (width - count)  # row kept; < 0 is padding
-    return (mask.argmax(1, keepdim=True) + token).clamp(min=0), (token >= 0).long()
-
-
-def new_rows(
-    model: Model, rules: Iterable[Augmentation] = ()
-) -> BridgeRows | HookedRows | RereadRows:
+def new_rows(model: Model, rules: Iterable[Augmentation] = ()) -> CachedRows | RereadRows:
     """A new decode state for a model of either class.
 
     Args:
@@ -115,7 +106,12 @@ def new_rows(
     """
     rules = list(rules)
     in_pieces = not any(rule.pooled for rule in rules)
-    rows = BridgeRows(model, in_pieces) if is_bridge(model) else HookedRows(model, in_pieces)
+    if is_bridge(model):
+        rows: CachedRows = BridgeRows(model, in_pieces)
+    else:
+        from lapa2_interp.attention.hooked_rows import HookedRows
+
+        rows = HookedRows(model, in_pieces)
     return RereadRows(rows) if any(rule.phase == "predicting_only" for rule in rules) else rows
 
 
@@ -269,31 +265,106 @@ def check_window(model: Model, layouts: Sequence[Layout], used: int) -> None:
         )
 
 
-class _CachedRows:
-    """Rows with a cache.
+class CachedRows(Rows):
+    """Rows with a cache; what fills it is of each class of models.
 
     Args:
         in_pieces: Read a long prompt in pieces of queries. In one piece, edits of a pass meet all
             tokens of the prompt at once.
+
+    Attributes:
+        mask: 1 on live slots, also on those that are still to be read.
+        positions: The position of each row's next token.
     """
+
+    mask: Int[Tensor, "row slot"]
+    positions: Int[Tensor, "row 1"]
 
     def __init__(self, model: Model, in_pieces: bool = False) -> None:
         self.model, self.in_pieces = model, in_pieces
         self.layouts: Sequence[Layout] = ()
 
-    def _pieces(self, ids: Int[Tensor, "row query"], n_keys: int) -> list[slice]:
-        """The queries of a prompt in pieces of at most `PROMPT_SCORES` scores; in one piece also if
-        no matrix is formed, or the rotary factors depend on the length of a pass."""
+    @abstractmethod
+    def _open(
+        self, layouts: Sequence[Layout], prefixes: Sequence[SoftPrefix | None] | None
+    ) -> None:
+        """Make a cache that holds soft prefixes, and nothing else."""
+
+    @abstractmethod
+    def _forward(
+        self, ids: Tensor, positions: Tensor, keep: int = 1
+    ) -> Float[Tensor, "row query vocab"]:
+        """One pass: the logits of the last `keep` tokens."""
+
+    @abstractmethod
+    def _select(self, index: Int[Tensor, " expanded"], capacity: int) -> None:
+        """`expand` of the cache."""
+
+    @abstractmethod
+    def _keep(self, slots: Int[Tensor, "row kept"], capacity: int) -> None:
+        """`pack` of the cache."""
+
+    @abstractmethod
+    def crop(self, n: int) -> None:
+        """Remove the last `n` tokens of each row."""
+
+    def prompt_pass(
+        self,
+        layouts: Sequence[Layout],
+        prefixes: Sequence[SoftPrefix | None] | None = None,
+        keep: int = 1,
+    ) -> Float[Tensor, "row query vocab"]:
+        first = bos_positions(layouts, prefixes)
+        rows = PaddedRows.of(layouts, self.model.cfg.device, first)
+        self.layouts, self.mask = rows.layouts, rows.mask
+        self.positions = rows.positions[:, -1:] + 1
+        self._open(self.layouts, prefixes)
+        # Pieces of at most PROMPT_SCORES scores; but one where the rotary factors depend on the
+        # length of a pass, and where no matrix of scores is formed.
+        size, n_keys = rows.ids.shape[1], self.mask.shape[1]
         config = getattr(network_of(self.model), "config", None)
         has_switch = config is not None and rotary_limit(config) is not None
-        n_rows, n_queries = ids.shape
-        size = n_queries
-        if self.in_pieces and not has_switch and not is_fused(self.model, n_queries, n_keys):
-            size = max(1, PROMPT_SCORES // (n_rows * self.model.cfg.n_heads * n_keys))
-        return [slice(first, first + size) for first in range(0, n_queries, size)]
+        if self.in_pieces and not has_switch and not is_fused(self.model, size, n_keys):
+            size = max(1, PROMPT_SCORES // (len(layouts) * self.model.cfg.n_heads * n_keys))
+        logits = [
+            self._forward(ids, positions, keep)
+            for ids, positions in zip(
+                rows.ids.split(size, dim=1), rows.positions.split(size, dim=1), strict=True
+            )
+        ]
+        return torch.cat(logits, dim=1)[:, -keep:]
+
+    def expand(self, index: Int[Tensor, " expanded"], capacity: int) -> None:
+        self._select(index, capacity)
+        room = self.mask.new_ones((len(index), capacity - self.mask.shape[1]))
+        self.mask = torch.cat([self.mask[index], room], dim=1)
+        self.positions = self.positions[index]
+
+    def read_tokens(
+        self, tokens: Int[Tensor, "row query"], keep: int = 1
+    ) -> Float[Tensor, "row last vocab"]:
+        count = torch.arange(tokens.shape[1], device=tokens.device)
+        logits = self._forward(tokens, self.positions + count, keep)
+        self.positions = self.positions + tokens.shape[1]
+        return logits
+
+    def pack(self, texts: Sequence[Sequence[int]], capacity: int) -> None:
+        """Keep the keys of these texts, with which the rows begin, and no others: left-padded, so
+        that all end at one slot, with room for `capacity` keys.
+
+        A query's slot then gives its l where the rows' texts had unequal lengths, too.
+        """
+        width, device = max(map(len, texts)), self.mask.device
+        self.positions = torch.tensor([[len(ids)] for ids in texts], device=device)
+        token = torch.arange(width, device=device) - (width - self.positions)  # row kept
+        # A row's first token lies in its first live slot; a token below 0 is padding.
+        slots = (self.mask.argmax(1, keepdim=True) + token).clamp(min=0)
+        room = self.mask.new_ones(len(texts), capacity - width)
+        self.mask = torch.cat([(token >= 0).long(), room], dim=1)
+        self._keep(slots, capacity)
 
 
-class BridgeRows(_CachedRows):
+class BridgeRows(CachedRows):
     """Rows of a TransformerBridge or a `TransformersModel`.
 
     Attributes:
@@ -318,23 +389,6 @@ class BridgeRows(_CachedRows):
         check_cache_grew(network, bool(self.cache.get_seq_length() == used))
         return logits
 
-    def prompt_pass(
-        self,
-        layouts: Sequence[Layout],
-        prefixes: Sequence[SoftPrefix | None] | None = None,
-        keep: int = 1,
-    ) -> Float[Tensor, "row query vocab"]:
-        first = bos_positions(layouts, prefixes)
-        rows = PaddedRows.of(layouts, self.model.cfg.device, first)
-        self.layouts, self.mask = rows.layouts, rows.mask
-        self.positions = rows.positions[:, -1:] + 1
-        self._open(self.layouts, prefixes)
-        logits = [
-            self._forward(rows.ids[:, piece], rows.positions[:, piece], keep)
-            for piece in self._pieces(rows.ids, self.mask.shape[1])
-        ]
-        return torch.cat(logits, dim=1)[:, -keep:]
-
     def start_after_prefix(
         self, layouts: Sequence[Layout], prefixes: Sequence[SoftPrefix | None]
     ) -> None:
@@ -356,40 +410,19 @@ class BridgeRows(_CachedRows):
                 layer.update(keys, values)
         self.cache = Cache(layers=layers)
 
-    def expand(self, index: Int[Tensor, " expanded"], capacity: int) -> None:
+    def _select(self, index: Int[Tensor, " expanded"], capacity: int) -> None:
         for i, layer in enumerate(self.cache.layers):
             if isinstance(layer, SlotLayer):
                 self.cache.layers[i] = layer.expand(index, capacity)
             else:
                 layer.reorder_cache(index)
-        room = self.mask.new_ones((len(index), capacity - self.mask.shape[1]))
-        self.mask = torch.cat([self.mask[index], room], dim=1)
-        self.positions = self.positions[index]
 
-    def read_tokens(
-        self, tokens: Int[Tensor, "row query"], keep: int = 1
-    ) -> Float[Tensor, "row last vocab"]:
-        count = torch.arange(tokens.shape[1], device=tokens.device)
-        logits = self._forward(tokens, self.positions + count, keep)
-        self.positions = self.positions + tokens.shape[1]
-        return logits
-
-    def pack(self, texts: Sequence[Sequence[int]], capacity: int) -> None:
-        """Keep the keys of these texts, with which the rows begin, and no others: left-padded, so
-        that all end at one slot, with room for `capacity` keys.
-
-        A query's slot then gives its l where the rows' texts had unequal lengths, too.
-        """
-        n_tokens = list(map(len, texts))
-        slots, mask = _slots_to_keep(self.mask, n_tokens)
+    def _keep(self, slots: Int[Tensor, "row kept"], capacity: int) -> None:
         for i, layer in enumerate(self.cache.layers):
             if isinstance(layer, SlotLayer):  # others keep nothing of their own
                 self.cache.layers[i] = layer.pack(slots, capacity)
-        self.mask = torch.cat([mask, mask.new_ones(len(mask), capacity - mask.shape[1])], dim=1)
-        self.positions = torch.tensor(n_tokens, device=mask.device)[:, None]
 
     def crop(self, n: int) -> None:
-        """Remove the last `n` tokens of each row."""
         for layer in self.cache.layers:
             if isinstance(layer, SlotLayer):
                 layer.used -= n
@@ -402,102 +435,7 @@ class BridgeRows(_CachedRows):
         self.positions = self.positions - n
 
 
-class HookedRows(_CachedRows):
-    """Rows of a HookedTransformer, which derives positions from its own cache and mask: soft slots
-    always shift them."""
-
-    def prompt_pass(
-        self,
-        layouts: Sequence[Layout],
-        prefixes: Sequence[SoftPrefix | None] | None = None,
-        keep: int = 1,
-    ) -> Float[Tensor, "row query vocab"]:
-        from transformer_lens.cache.key_value_cache import TransformerLensKeyValueCache
-
-        check_readable(self.model, layouts)
-        _, ids, mask, _ = PaddedRows.of(layouts, self.model.cfg.device)
-        self.layouts = layouts
-        check_window(self.model, layouts, len(layouts[0]))
-        self.cache = TransformerLensKeyValueCache.init_cache(
-            self.model.cfg, self.model.cfg.device, len(ids)
-        )
-        soft = soft_keys_and_values(self.model, layouts, prefixes)
-        if soft is not None:
-            unshifted = [
-                prefix
-                for prefix in prefixes or ()
-                if prefix is not None and not prefix.card.shifted
-            ]
-            if unshifted:
-                raise PrefixError(
-                    f"{unshifted[0]!r} needs positions that start at 0, and a HookedTransformer's"
-                    " always follow its cache; use TransformerBridge, or a prefix trained with"
-                    f" shifted positions ({parameter('shifted', 'true', 'set')})"
-                )
-            n_slots = soft.shape[4]
-            for entry, block, keys, values in zip(
-                self.cache.entries, self.model.blocks, *soft.transpose(3, 4), strict=True
-            ):
-                entry.past_keys, entry.past_values = _before_rotation(block.attn, keys), values
-            self.cache.previous_attention_mask = mask[:, :n_slots]
-            mask = mask[:, n_slots:]
-        logits = [
-            self.model(ids[:, piece], attention_mask=mask[:, piece], past_kv_cache=self.cache)[
-                :, -keep:
-            ]
-            for piece in self._pieces(ids, len(layouts[0]))
-        ]
-        return torch.cat(logits, dim=1)[:, -keep:]
-
-    def expand(self, index: Int[Tensor, " expanded"], capacity: int) -> None:
-        for entry in self.cache.entries:
-            entry.past_keys, entry.past_values = entry.past_keys[index], entry.past_values[index]
-        self.cache.previous_attention_mask = self.cache.previous_attention_mask[index]
-
-    def read_tokens(
-        self, tokens: Int[Tensor, "row query"], keep: int = 1
-    ) -> Float[Tensor, "row last vocab"]:
-        read = self.cache.previous_attention_mask.shape[1] + tokens.shape[1]
-        check_window(self.model, self.layouts, read)
-        return self.model(tokens, attention_mask=torch.ones_like(tokens), past_kv_cache=self.cache)[
-            :, -keep:
-        ]
-
-    def pack(self, texts: Sequence[Sequence[int]], capacity: int) -> None:
-        """As of `BridgeRows`."""
-        slots, mask = _slots_to_keep(self.cache.previous_attention_mask, list(map(len, texts)))
-        row = torch.arange(len(texts), device=slots.device)[:, None]
-        for entry in self.cache.entries:
-            entry.past_keys, entry.past_values = (
-                entry.past_keys[row, slots],
-                entry.past_values[row, slots],
-            )
-        self.cache.previous_attention_mask = mask
-
-    def crop(self, n: int) -> None:
-        """Remove the last `n` tokens of each row."""
-        for entry in self.cache.entries:
-            entry.past_keys, entry.past_values = entry.past_keys[:, :-n], entry.past_values[:, :-n]
-        self.cache.previous_attention_mask = self.cache.previous_attention_mask[:, :-n]
-
-
-def _before_rotation(
-    attention: Any, keys: Float[Tensor, "row slot kv_head d_head"]
-) -> Float[Tensor, "row slot kv_head d_head"]:
-    """Keys of soft slots as a HookedTransformer's cache holds keys: it turns all of them by their
-    positions in each pass, and soft prefixes are stored as they are after that."""
-    if attention.cfg.positional_embedding_type != "rotary":
-        return keys
-    cos, sin = (
-        table[: keys.shape[1], None].to(keys.device, torch.promote_types(keys.dtype, torch.float32))
-        for table in (attention.rotary_cos, attention.rotary_sin)
-    )
-    turned, others = keys.tensor_split([cos.shape[2]], dim=3)
-    back = turned * cos - attention.rotate_every_two(turned) * sin
-    return torch.cat([(back / (cos**2 + sin**2)).to(keys.dtype), others], dim=3)
-
-
-class RecomputedRows:
+class RecomputedRows(Rows):
     """Rows without a cache.
 
     Every step reads the whole text, for interventions that change earlier tokens' activations.
@@ -514,14 +452,12 @@ class RecomputedRows:
     ) -> Float[Tensor, "row query vocab"]:
         self.layouts = list(layouts)
         self.prefixes = list(prefixes or [None] * len(layouts))
-        return new_rows(self.model).prompt_pass(self.layouts, self.prefixes, keep)
+        return self._read(keep)
 
     def expand(self, index: Int[Tensor, " expanded"], capacity: int) -> None:
         rows = index.tolist()
-        self.layouts, self.prefixes = (
-            [self.layouts[row] for row in rows],
-            [self.prefixes[row] for row in rows],
-        )
+        self.layouts = [self.layouts[row] for row in rows]
+        self.prefixes = [self.prefixes[row] for row in rows]
 
     def read_tokens(
         self, tokens: Int[Tensor, "row query"], keep: int = 1
@@ -530,16 +466,17 @@ class RecomputedRows:
             replace(layout, ids=layout.ids + tuple(more))
             for layout, more in zip(self.layouts, tokens.tolist(), strict=True)
         ]
+        return self._read(keep)
+
+    def _read(self, keep: int) -> Float[Tensor, "row query vocab"]:
+        """The pass of every step."""
         return new_rows(self.model).prompt_pass(self.layouts, self.prefixes, keep)
 
 
-class RereadRows:
-    """Rows that read their last token again together with the next one.
+class WrappedRows(Rows):
+    """Rows that read as others do, but for what a subclass changes."""
 
-    The query that predicts a token is then the last of its pass, where phase "predicting_only"
-    acts, and a token's cached keys and values come from a pass in which it was not the last."""
-
-    def __init__(self, rows: BridgeRows | HookedRows) -> None:
+    def __init__(self, rows: Rows) -> None:
         self.rows = rows
 
     def prompt_pass(
@@ -548,13 +485,38 @@ class RereadRows:
         prefixes: Sequence[SoftPrefix | None] | None = None,
         keep: int = 1,
     ) -> Float[Tensor, "row query vocab"]:
-        logits = self.rows.prompt_pass(layouts, prefixes, keep)
+        return self.rows.prompt_pass(layouts, prefixes, keep)
+
+    def expand(self, index: Int[Tensor, " expanded"], capacity: int) -> None:
+        self.rows.expand(index, capacity)
+
+    def read_tokens(
+        self, tokens: Int[Tensor, "row query"], keep: int = 1
+    ) -> Float[Tensor, "row last vocab"]:
+        return self.rows.read_tokens(tokens, keep)
+
+
+class RereadRows(WrappedRows):
+    """Rows that read their last token again together with the next one.
+
+    The query that predicts a token is then the last of its pass, where phase "predicting_only"
+    acts, and a token's cached keys and values come from a pass in which it was not the last."""
+
+    rows: CachedRows
+
+    def prompt_pass(
+        self,
+        layouts: Sequence[Layout],
+        prefixes: Sequence[SoftPrefix | None] | None = None,
+        keep: int = 1,
+    ) -> Float[Tensor, "row query vocab"]:
+        logits = super().prompt_pass(layouts, prefixes, keep)
         self.rows.crop(1)
         self.last = torch.tensor([[layout.ids[-1]] for layout in layouts], device=logits.device)
         return logits
 
     def expand(self, index: Int[Tensor, " expanded"], capacity: int) -> None:
-        self.rows.expand(index, capacity)
+        super().expand(index, capacity)
         self.last = self.last[index.to(self.last.device)]
 
     def read_tokens(
@@ -568,6 +530,6 @@ class RereadRows:
         return torch.cat(logits[-keep:], dim=1)
 
     def pack(self, texts: Sequence[Sequence[int]], capacity: int) -> None:
-        """As of `BridgeRows`."""
+        """As of `CachedRows`."""
         self.rows.pack([ids[:-1] for ids in texts], capacity)
         self.last = torch.tensor([[ids[-1]] for ids in texts], device=self.last.device)

@@ -8,13 +8,11 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from lapa2_interp.attention.cache import Rows
+from lapa2_interp.attention.cache import Rows, WrappedRows
 from lapa2_interp.attention.recorder import Recorder
-from lapa2_interp.bias.layout import Layout
-from lapa2_interp.prefixes.soft_prefix import SoftPrefix
 
 
-class RemindedRows:
+class RemindedRows(WrappedRows):
     """Rows that read the same tokens after every few tokens, in one pass with the last of these.
 
     Args:
@@ -26,19 +24,9 @@ class RemindedRows:
     def __init__(
         self, rows: Rows, ids: Sequence[int], every: int, recorder: Recorder | None
     ) -> None:
-        self.rows, self.ids, self.every, self.recorder = rows, ids, every, recorder
+        super().__init__(rows)
+        self.ids, self.every, self.recorder = ids, every, recorder
         self.n_read = 0
-
-    def prompt_pass(
-        self,
-        layouts: Sequence[Layout],
-        prefixes: Sequence[SoftPrefix | None] | None = None,
-        keep: int = 1,
-    ) -> Float[Tensor, "row query vocab"]:
-        return self.rows.prompt_pass(layouts, prefixes, keep)
-
-    def expand(self, index: Int[Tensor, " expanded"], capacity: int) -> None:
-        self.rows.expand(index, capacity)
 
     def read_tokens(
         self, tokens: Int[Tensor, "row query"], keep: int = 1
@@ -49,4 +37,4 @@ class RemindedRows:
                 self.recorder.skip(len(self.ids))
             reminder = tokens.new_tensor(self.ids).expand(len(tokens), -1)
             tokens = torch.cat([tokens, reminder], dim=1)
-        return self.rows.read_tokens(tokens, keep)
+        return super().read_tokens(tokens, keep)

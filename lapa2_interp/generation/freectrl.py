@@ -13,7 +13,6 @@ The formulas are in `methods.freectrl`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
 import pandas as pd
@@ -25,14 +24,12 @@ from lapa2_interp._util.progress import hidden_bar
 from lapa2_interp.attention.cache import RecomputedRows
 from lapa2_interp.attention.neurons import set_neurons
 from lapa2_interp.attention.trace import concat_traces, join_traces
-from lapa2_interp.bias.layout import Layout
 from lapa2_interp.generation.plan import BatchPlan, DecodedBatch, DecodeLoop, rows_in_memory
 from lapa2_interp.methods.freectrl import ControlCentre, FreeCtrl, TextMonitor
 from lapa2_interp.models.card import Model, is_bridge
-from lapa2_interp.prefixes.soft_prefix import SoftPrefix
 
 
-class ControlledRows:
+class ControlledRows(RecomputedRows):
     """Rows without a cache, whose every pass has the control centre's neurons set.
 
     Args:
@@ -40,33 +37,25 @@ class ControlledRows:
     """
 
     def __init__(self, model: Model, method: FreeCtrl, controls: Sequence[ControlCentre]) -> None:
-        self.model, self.method, self.rows = model, method, RecomputedRows(model)
-        self.monitor = TextMonitor.of(controls)
-
-    def prompt_pass(
-        self,
-        layouts: Sequence[Layout],
-        prefixes: Sequence[SoftPrefix | None] | None = None,
-        keep: int = 1,
-    ) -> Float[Tensor, "row query vocab"]:
-        with self._neurons_set():
-            return self.rows.prompt_pass(layouts, prefixes, keep)
+        super().__init__(model)
+        self.method, self.monitor = method, TextMonitor.of(controls)
 
     def expand(self, index: Int[Tensor, " expanded"], capacity: int) -> None:
-        self.rows.expand(index, capacity)
+        super().expand(index, capacity)
         self.monitor = self.monitor.expanded(index)
 
     def read_tokens(
         self, tokens: Int[Tensor, "row query"], keep: int = 1
     ) -> Float[Tensor, "row last vocab"]:
         self.monitor = self.monitor.read(tokens[:, 0])
-        with self._neurons_set():
-            return self.rows.read_tokens(tokens, keep)
+        return super().read_tokens(tokens, keep)
 
-    def _neurons_set(self) -> AbstractContextManager[None]:
+    def _read(self, keep: int) -> Float[Tensor, "row query vocab"]:
         if not (centre := self.monitor.control.centre):
-            return nullcontext()
-        return set_neurons(self.model, centre, self.monitor.value(self.method.u), self.method.at)
+            return super()._read(keep)
+        value = self.monitor.value(self.method.u)
+        with set_neurons(self.model, centre, value, self.method.at):
+            return super()._read(keep)
 
 
 def decode_freectrl(

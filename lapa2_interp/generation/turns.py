@@ -30,12 +30,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import pandas as pd
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 from tqdm import tqdm
 
 from lapa2_interp._util.errors import LayoutError, parameter
-from lapa2_interp.attention.cache import new_rows
+from lapa2_interp.attention.cache import CachedRows, RereadRows, WrappedRows, new_rows
 from lapa2_interp.attention.hooked import augmented
 from lapa2_interp.attention.trace import concat_traces, join_traces
 from lapa2_interp.bias.augmentation import Augmentations, active_augmentations
@@ -212,17 +212,20 @@ def _next_turns(
     ]
 
 
-class KeptRows:
+class KeptRows(WrappedRows):
     """Rows whose texts go on after their last step; row = branch x chat.
 
     Args:
         augmentations: By branch.
     """
 
+    rows: CachedRows | RereadRows
+
     def __init__(self, model: Model, augmentations: Sequence[Augmentations]) -> None:
-        self.model, self.augmentations = model, augmentations
-        active = [rule for of in augmentations for rule in active_augmentations(of)]
-        self.rows, self.has_read = new_rows(model, active), False
+        super().__init__(
+            new_rows(model, [r for of in augmentations for r in active_augmentations(of)])
+        )
+        self.model, self.augmentations, self.has_read = model, augmentations, False
 
     def go_on(self, chats: Sequence[NextTurn]) -> list[Layout]:
         """Read all of the next turns but the last token, which the prompt pass reads.
@@ -265,14 +268,6 @@ class KeptRows:
         keep: int = 1,
     ) -> Float[Tensor, "row query vocab"]:
         if not self.has_read:
-            return self.rows.prompt_pass(layouts, prefixes, keep)
+            return super().prompt_pass(layouts, prefixes, keep)
         last = [[layout.ids[-1]] for layout in layouts]
         return self.rows.read_tokens(torch.tensor(last, device=self.model.cfg.device), keep)
-
-    def expand(self, index: Int[Tensor, " expanded"], capacity: int) -> None:
-        self.rows.expand(index, capacity)
-
-    def read_tokens(
-        self, tokens: Int[Tensor, "row query"], keep: int = 1
-    ) -> Float[Tensor, "row last vocab"]:
-        return self.rows.read_tokens(tokens, keep)
