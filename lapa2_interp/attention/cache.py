@@ -36,6 +36,7 @@ from lapa2_interp.models.card import (
     Model,
     check_has_tokenizer,
     is_bridge,
+    kv_heads,
     network_of,
     plain_network,
     rotary_limit,
@@ -402,7 +403,10 @@ class BridgeRows(CachedRows):
         self, layouts: Sequence[Layout], prefixes: Sequence[SoftPrefix | None] | None
     ) -> None:
         check_readable(self.model, layouts)
-        capacity, shared = len(layouts[0]), plain_network(self.model) is None
+        # In half precision a CPU's product with a view also differs where no head is shared.
+        half = weights_dtype(self.model).itemsize < 4
+        grouped = half or kv_heads(self.model) < self.model.cfg.n_heads
+        capacity, shared = len(layouts[0]), grouped and plain_network(self.model) is None
         layers = new_cache_layers(self.model, lambda: SlotLayer(capacity, shared))
         soft = soft_keys_and_values(self.model, layouts, prefixes)
         if soft is not None:
