@@ -32,6 +32,7 @@ import copy
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
 from math import inf, nan
@@ -60,7 +61,6 @@ from lapa2_interp.models.card import (
     attach_card,
     kv_shapes,
     make_card,
-    model_card,
 )
 from lapa2_interp.models.hook_names import HOOK_SCORES
 from lapa2_interp.models.load import (
@@ -335,7 +335,7 @@ def with_transformer_lens(model: Any, plan: BatchPlan) -> None:
 def with_our_loop(model: Any, plan: BatchPlan, packing: str, static: bool = False) -> None:
     """This package."""
     model.static = static
-    model.lapa2_card = model_card(model).model_copy(update={"prepacking": packing})
+    plan = replace(plan, card=plan.card.model_copy(update={"prepacking": packing}))
     for pairs in plan.batches:
         decode_batch(model, plan, pairs)
 

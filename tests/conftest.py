@@ -262,8 +262,7 @@ def decode_plan(model, plan):
     import pandas as pd
 
     from lapa2_interp.attention.trace import join_traces
-    from lapa2_interp.generation.loop import decode_batch
-    from lapa2_interp.generation.plan import DecodedBatch
+    from lapa2_interp.generation.loop import DecodedBatch, decode_batch
 
     batches = [decode_batch(model, plan, pairs) for pairs in plan.batches]
     texts = pd.concat([batch.texts for batch in batches], ignore_index=True)

@@ -48,6 +48,8 @@ from lapa2_interp.prefixes.soft_prefix import SoftPrefix
 
 PROMPT_SCORES = 2**28
 """Attention scores of one layer up to which a prompt is read whole: 1 GiB in float32."""
+CACHE_BYTES = 2 << 30
+"""Bytes of a batch's cached keys and values, at most."""
 
 
 class Rows(ABC):
@@ -79,6 +81,14 @@ class Rows(ABC):
         Returns:
             The logits after the last `keep` of them.
         """
+
+
+def rows_in_memory(model: Model, keys: int, positions: int) -> int:
+    """Rows whose cached keys, and logits at some positions, take CACHE_BYTES; at least one."""
+    width = kv_heads(model) * model.cfg.d_head
+    row_bytes = 2 * model.cfg.n_layers * width * weights_dtype(model).itemsize * keys
+    row_bytes += positions * model.cfg.d_vocab * weights_dtype(model).itemsize
+    return max(1, CACHE_BYTES // row_bytes)
 
 
 def check_packing(model: Model) -> None:

@@ -13,6 +13,7 @@ The formulas are in `methods.freectrl`.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pandas as pd
@@ -21,12 +22,15 @@ from torch import Tensor
 from tqdm import tqdm
 
 from lapa2_interp._util.progress import hidden_bar
-from lapa2_interp.attention.cache import RecomputedRows
+from lapa2_interp.attention.cache import RecomputedRows, rows_in_memory
 from lapa2_interp.attention.neurons import set_neurons
 from lapa2_interp.attention.trace import concat_traces, join_traces
-from lapa2_interp.generation.plan import BatchPlan, DecodedBatch, DecodeLoop, rows_in_memory
+from lapa2_interp.generation.loop import DecodedBatch, decode_samples
 from lapa2_interp.methods.freectrl import ControlCentre, FreeCtrl, TextMonitor
 from lapa2_interp.models.card import Model, is_bridge
+
+if TYPE_CHECKING:
+    from lapa2_interp.generation.plan import Batch, BatchPlan
 
 
 class ControlledRows(RecomputedRows):
@@ -58,36 +62,27 @@ class ControlledRows(RecomputedRows):
             return super()._read(keep)
 
 
-def decode_freectrl(
-    model: Model,
-    plan: BatchPlan,
-    pairs: Sequence[tuple[int, int]],
-    bar: tqdm,
-    decode: DecodeLoop,
-) -> DecodedBatch:
+def decode_freectrl(model: Model, plan: BatchPlan, batch: Batch, bar: tqdm) -> DecodedBatch:
     """The texts of a batch, each drawn until it is accepted; after the last trial a text stays
-    anyway.
-
-    Args:
-        decode: The loop, which draws the texts of a batch once.
-    """
-    method = plan.method
+    anyway."""
+    method, pairs = plan.method, batch.pairs
     assert isinstance(method, FreeCtrl)
     tables, traces, order = [], [], list[int]()
     at_once = len(pairs) if is_bridge(model) else _hooked_rows(model, plan)
     for first in range(0, len(pairs), at_once):
         waiting = list(range(first, min(first + at_once, len(pairs))))
         for trial in range(method.trials):
-            batch = plan.assemble_batch([pairs[i] for i in waiting], trial)
-            controls = [prepared.known for prepared in batch.prepared]
+            tried = plan.assemble_batch([pairs[i] for i in waiting], trial)
+            controls = [prepared.known for prepared in tried.prepared]
             rows = ControlledRows(model, method, controls)
-            drawn = decode(model, plan, batch, bar if trial == 0 else hidden_bar(), rows)
+            of_trial = bar if trial == 0 else hidden_bar()
+            drawn = decode_samples(model, plan, tried, of_trial, rows)
             table = drawn.texts
             texts = table["prompt"] + table["continuation"]
             accepted = np.array(
                 [
                     trial + 1 == method.trials or method.accepts(controls[owner], text, tokens)
-                    for owner, text, tokens in zip(batch.owner, texts, table["tokens"], strict=True)
+                    for owner, text, tokens in zip(tried.owner, texts, table["tokens"], strict=True)
                 ]
             )
             order += [i for i, good in zip(waiting, accepted, strict=True) if good]

@@ -9,38 +9,31 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
-import pandas as pd
 from jaxtyping import Float
 from tqdm import tqdm
 
 from lapa2_interp._util.errors import MethodError, ModelError
 from lapa2_interp._util.progress import progress_bar
-from lapa2_interp.attention.cache import Rows, check_packing
+from lapa2_interp.attention.cache import check_packing, rows_in_memory
 from lapa2_interp.bias.augmentation import Augmentation, active_augmentations
 from lapa2_interp.bias.layout import Layout, left_pad
 from lapa2_interp.bias.text_start import AUTO_START, start_setting
 from lapa2_interp.generation.arrange import Arrangement, arrange, chat_stream
 from lapa2_interp.generation.cell import Cell
+from lapa2_interp.generation.freectrl import decode_freectrl
+from lapa2_interp.generation.loop import DecodedBatch, decode_samples
 from lapa2_interp.generation.sampling import uniforms
+from lapa2_interp.generation.turns import decode_turns
 from lapa2_interp.methods.base import Method, MethodContext, Prepared, SoftPrefixKey
-from lapa2_interp.models.card import (
-    Model,
-    kv_heads,
-    model_card,
-    smallest_window,
-    weights_dtype,
-)
+from lapa2_interp.methods.freectrl import FreeCtrl
+from lapa2_interp.models.card import Model, ModelCard, model_card, smallest_window
 from lapa2_interp.models.load import accepts_model_name
 from lapa2_interp.prefixes.soft_prefix import SoftPrefix, SoftPrefixName, find_prefix
 
-if TYPE_CHECKING:
-    import xarray as xr
-
 MAX_ROWS = 120
-CACHE_BYTES = 2 << 30
 
 
 @dataclass(frozen=True)
@@ -84,21 +77,15 @@ class Batch:
         """The layouts of the expanded rows."""
         return [self.layouts[row] for row in self.expansion]
 
+    @property
+    def capacity(self) -> int:
+        """Keys of a row once its last token but one is read, those of reminders included."""
+        steps, reminder = max(self.steps), self.prepared[0].reminder
+        return len(self.layouts[0]) + steps - 1 + (reminder.n_keys(steps) if reminder else 0)
 
-@dataclass(frozen=True)
-class DecodedBatch:
-    """The texts of a batch.
 
-    Attributes:
-        texts: One row per sample: prompt, attribute, sample, text (as it is scored),
-            continuation, tokens, n_tokens, finish ("length", "end", or "empty" where no token was
-            left to draw). Of chats of several turns one row per answer, with turn, message and
-            context (`generation.turns`).
-        trace: The recorded attention, or None; its `sample` axis is the row number of `texts`.
-    """
-
-    texts: pd.DataFrame
-    trace: xr.Dataset | None
+Driver = Callable[[Model, "BatchPlan", Batch, tqdm], DecodedBatch]
+"""Decodes a batch, and advances a bar by tokens."""
 
 
 @dataclass(frozen=True)
@@ -106,6 +93,8 @@ class BatchPlan:
     """A cell ready to be generated: every branch's layout per prompt, and who shares a batch.
 
     Attributes:
+        card: The model's, as it was planned.
+        driver: What decodes a batch: the loop alone (`loop.decode_samples`), or what wraps it.
         branches: Names of the branches.
         arrangement: Its layouts, augmentations and steps.
         prefixes: By branch, the soft prefix or None.
@@ -114,6 +103,8 @@ class BatchPlan:
     """
 
     cell: Cell
+    card: ModelCard
+    driver: Driver = field(repr=False)
     branches: tuple[str, ...]
     arrangement: Arrangement
     prefixes: tuple[SoftPrefix | None, ...]
@@ -221,11 +212,6 @@ class BatchPlan:
         ]
 
 
-DecodeLoop = Callable[[Model, BatchPlan, Batch, tqdm, Rows | None], DecodedBatch]
-"""What FreeCtrl and chats of several turns wrap: a loop draws the texts of a batch once, from given
-rows or from new ones."""
-
-
 @accepts_model_name
 def plan_batches(model: Model, cell: Cell, context: MethodContext | None = None) -> BatchPlan:
     """Resolve a cell before its first token: checks first, then what the method has to prepare.
@@ -272,6 +258,11 @@ def plan_batches(model: Model, cell: Cell, context: MethodContext | None = None)
         if prefix is not None
     }
     arrangement = arrange(cell, model.tokenizer, card, slots)
+    if method.intervenes and not method.changes_network:
+        raise MethodError(
+            f"{method.name} intervenes, so the network is another while it decodes; declare"
+            " changes_network = True in its class"
+        )
     if cell.keeps_turns:
         check_packing(model)
     # The method prepares; what it prepared may change the arrangement.
@@ -292,6 +283,14 @@ def plan_batches(model: Model, cell: Cell, context: MethodContext | None = None)
     size = max(1, rows // len(names))
     return BatchPlan(
         cell=cell,
+        card=card,
+        driver=(
+            decode_freectrl
+            if isinstance(method, FreeCtrl)
+            else decode_turns
+            if cell.n_turns > 1
+            else decode_samples
+        ),
         branches=names,
         arrangement=arrangement,
         prefixes=prefixes,
@@ -314,13 +313,7 @@ def _prepare(method: Method, context: MethodContext, cell: Cell) -> tuple[Prepar
         len(cell.prompts), f"preparing {method.name} {cell.attribute}", "prompt"
     ) as bar:
         for prompt in cell.prompts:
-            made = method.prepare(context, cell.task, cell.attribute, prompt)
-            if (made.shifts or made.reminder) and not method.changes_network:
-                raise MethodError(
-                    f"{method.name} prepares shifts or a reminder, so the network is another while"
-                    " it decodes; declare changes_network = True in its class"
-                )
-            prepared.append(made)
+            prepared.append(method.prepare(context, cell.task, cell.attribute, prompt))
             bar.update()
     return tuple(prepared)
 
@@ -330,14 +323,6 @@ def _default_rows(model: Model, method: Method, arrangement: Arrangement) -> int
     keys = max(a + b for a, b in zip(arrangement.longest, arrangement.steps, strict=True))
     positions = max(arrangement.prompt_tokens) + 1 if method.reads_prompt else 0
     return min(MAX_ROWS, rows_in_memory(model, keys, positions))
-
-
-def rows_in_memory(model: Model, keys: int, positions: int) -> int:
-    """Rows whose cached keys, and logits at some positions, take CACHE_BYTES; at least one."""
-    width = kv_heads(model) * model.cfg.d_head
-    row_bytes = 2 * model.cfg.n_layers * width * weights_dtype(model).itemsize * keys
-    row_bytes += positions * model.cfg.d_vocab * weights_dtype(model).itemsize
-    return max(1, CACHE_BYTES // row_bytes)
 
 
 def _split_into_batches(

@@ -43,7 +43,7 @@ from lapa2_interp.bias.chat_template import check_text_of_answers
 from lapa2_interp.bias.layout import Layout
 from lapa2_interp.bias.tokens import decode_tokens, tokens_from
 from lapa2_interp.generation.arrange import chat_layout, pieces_of_chat
-from lapa2_interp.generation.plan import BatchPlan, DecodedBatch, DecodeLoop
+from lapa2_interp.generation.loop import DecodedBatch, decode_samples
 from lapa2_interp.models.card import Model
 from lapa2_interp.prefixes.soft_prefix import SoftPrefix
 from lapa2_interp.tasks.task import ChatForm
@@ -51,31 +51,26 @@ from lapa2_interp.tasks.task import ChatForm
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from lapa2_interp.generation.plan import Batch, BatchPlan
 
-def decode_turns(
-    model: Model,
-    plan: BatchPlan,
-    pairs: Sequence[tuple[int, int]],
-    bar: tqdm,
-    decode: DecodeLoop,
-) -> DecodedBatch:
+
+def decode_turns(model: Model, plan: BatchPlan, batch: Batch, bar: tqdm) -> DecodedBatch:
     """All answers of a batch of chats, one row each: the turns of a chat follow each other.
 
     Beside the usual columns there are turn (1 is the first answer), message (the user's, which is
     answered) and context (the ids of all keys before the answer's first token).
 
     Args:
-        decode: The loop, which writes the answers of one turn.
+        batch: Their first turns.
 
     Raises:
         LayoutError: A chat has more tokens than the context has left, or cannot go on from what the
             cache holds.
     """
-    form = plan.cell.branches[0].chat
+    form, pairs = plan.cell.branches[0].chat, batch.pairs
     assert form is not None
     chats = [form.filled(prompt=plan.prompts[prompt]) for prompt, _ in pairs]
     layouts = [plan.arrangement.layouts[0][prompt] for prompt, _ in pairs]
-    batch = plan.assemble_batch(pairs)
     rows, kept_chats = None, []
     if plan.cell.keeps_turns:
         rows = KeptRows(model, plan.arrangement.augmentations)
@@ -90,7 +85,7 @@ def decode_turns(
                 layouts = rows.go_on(_next_turns(model, kept_chats, layouts, tables[-1]))
             _check_fits(model, plan, turn, layouts)
             batch = plan.assemble_turn(pairs, layouts)
-        decoded = decode(model, plan, batch, bar, rows)
+        decoded = decode_samples(model, plan, batch, bar, rows)
         columns: dict[str, Any] = {
             "turn": turn + 1,
             "message": [_message(chat, turn) for chat in chats],

@@ -11,6 +11,7 @@ original has pairs of a question with either answer, one layer, and the same tok
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Annotated, ClassVar
 
@@ -28,6 +29,7 @@ from lapa2_interp.methods.base import (
     LogProbs,
     Method,
     MethodContext,
+    Passes,
     Prepared,
     State,
     check_branches,
@@ -87,7 +89,10 @@ class ActivationAddition(Method):
             lambda: self.vectors(context, task, attribute),
         )
         norms = {str(layer): round(float(vector.norm()), 4) for layer, vector in vectors.items()}
-        return Prepared(shifts=vectors, summary={"norm of the vector, by layer": norms})
+        return Prepared(vectors, summary={"norm of the vector, by layer": norms})
+
+    def intervene(self, passes: Passes, prepared: Prepared) -> AbstractContextManager[None]:
+        return passes.shift(prepared.known or {})
 
     def vectors(
         self, context: MethodContext, task: Task, attribute: str

@@ -11,10 +11,11 @@ from functools import lru_cache
 
 from lapa2_interp._util.errors import RunError, parameter
 from lapa2_interp._util.terminal import format_bytes
+from lapa2_interp.attention.cache import CACHE_BYTES
 from lapa2_interp.attention.recorder import trace_bytes
 from lapa2_interp.bias.text_start import NO_START
 from lapa2_interp.generation.cell import Cell
-from lapa2_interp.generation.plan import CACHE_BYTES, MAX_ROWS
+from lapa2_interp.generation.plan import MAX_ROWS
 from lapa2_interp.models import machine
 from lapa2_interp.models.prepacked import MEMORY_SHARE
 from lapa2_interp.models.sizes import DTYPE_BYTES, model_size, weight_bytes

@@ -16,6 +16,7 @@ from lapa2_interp._util.errors import TraceError
 from lapa2_interp._util.version import __version__
 from lapa2_interp.generation.cell import Cell
 from lapa2_interp.generation.plan import BatchPlan
+from lapa2_interp.models.attention_interface import describe_paths
 from lapa2_interp.models.card import Model, ModelCard, model_card
 from lapa2_interp.models.machine import processor_kind
 from lapa2_interp.prefixes.soft_prefix import SoftPrefixName
@@ -54,15 +55,21 @@ class Provenance(BaseModel):
         """Provenance of texts that this process makes now."""
         import torch
 
-        card = model_card(model)
         # Without the number of the GPU: workers with other GPUs make the cell's other batches.
-        device = card.device.partition(":")[0]
+        device = plan.card.device.partition(":")[0]
+        card = model_card(model).model_copy(
+            update={
+                "device": device,
+                "prepacking": plan.card.prepacking,
+                "attn": describe_paths(model),
+            }
+        )
         return cls(
             commit=source_commit(),
             versions=library_versions(),
             processor=processor_kind(device),
             threads=torch.get_num_threads() if device == "cpu" else None,
-            model=card.model_copy(update={"device": device}),
+            model=card,
             branches=plan.prefix_names,
             prepared=plan.summaries,
             merged=tuple(plan.merged),

@@ -14,6 +14,7 @@ import hashlib
 import json
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -35,6 +36,7 @@ from lapa2_interp.generation.resolve import cell_of
 from lapa2_interp.methods.base import Method
 from lapa2_interp.models.card import (
     Model,
+    ModelCard,
     is_bridge,
     model_card,
     network_of,
@@ -61,11 +63,18 @@ class ModelContext:
 
     def __init__(self, model: Model) -> None:
         self.model = model
-        self.card = model_card(model)
-        self.end_ids = self.card.end_ids
         self.n_layers = model.cfg.n_layers
         self.gated = is_gated(model)
         self._made: dict[Hashable, Any] = {}
+
+    @cached_property
+    def card(self) -> ModelCard:
+        """The model's, which says which weights it has: most methods never ask."""
+        return model_card(self.model)
+
+    @cached_property
+    def end_ids(self) -> tuple[int, ...]:
+        return self.card.end_ids
 
     def cached(self, name: Hashable, make: Callable[[], T]) -> T:
         if name not in self._made:

@@ -22,8 +22,7 @@ from lapa2_interp.generation.loop import decode_batch
 from lapa2_interp.generation.plan import BatchPlan, plan_batches
 from lapa2_interp.generation.resolve import digests
 from lapa2_interp.methods.registry import find_class
-from lapa2_interp.models.attention_interface import describe_paths
-from lapa2_interp.models.card import Model, model_card
+from lapa2_interp.models.card import Model
 from lapa2_interp.models.fingerprint import weights_read_once
 from lapa2_interp.models.load import load_model
 from lapa2_interp.models.machine import default_device, is_out_of_memory, peak_memory, torch_threads
@@ -56,7 +55,6 @@ def make_batch(
     check_files(plan)
     began = perf_counter()
     made = decode_batch(model, plan, plan.batches[number], progress)
-    model.lapa2_card = model_card(model).model_copy(update={"attn": describe_paths(model)})
     record = BatchRecord(
         **dict(Provenance.of(model, plan)),
         key=plan.cell.key,
@@ -66,7 +64,7 @@ def make_batch(
         seconds=round(perf_counter() - began, 3),
         new_tokens=int(made.texts["n_tokens"].sum()),
         problems=problems_of(plan, made.texts),
-        memory=peak_memory(model_card(model).device.partition(":")[0]),
+        memory=peak_memory(plan.card.device.partition(":")[0]),
     )
     return FinishedBatch(record, made.texts, made.trace)
 
@@ -105,7 +103,7 @@ class Worker:
     ) -> None:
         self.device = device or default_device()
         self.threads, self.pack, self.workers, self.attn = threads, pack, workers, attn
-        self._model: tuple[tuple[str, ...], Model, ModelContext, Prepacking | None] | None = None
+        self._model: tuple[tuple[str, ...], Model, ModelContext] | None = None
         self._plans: dict[str, BatchPlan] = {}
 
     @weights_read_once()
@@ -126,10 +124,10 @@ class Worker:
         on_cpu = self.device.partition(":")[0] == "cpu"
         with torch_threads(self.threads) if on_cpu else nullcontext():
             began = perf_counter()
-            model, _, own = self._loaded(cell)
-            plan = self.plan(cell)
-            prepacking = prepacking or own
-            model.lapa2_card = model_card(model).model_copy(update={"prepacking": prepacking})
+            model, plan = self.model(cell), self.plan(cell)
+            if prepacking is not None:
+                card = plan.card.model_copy(update={"prepacking": prepacking})
+                plan = replace(plan, card=card)
             prepared = perf_counter() - began
             made = make_batch(model, plan, number, progress)
         seconds = round(made.record.seconds + prepared, 3)
@@ -157,7 +155,7 @@ class Worker:
         """The cell's model; the one before it is let go first."""
         return self._loaded(cell)[0]
 
-    def _loaded(self, cell: Cell) -> tuple[Model, ModelContext, Prepacking | None]:
+    def _loaded(self, cell: Cell) -> tuple[Model, ModelContext]:
         wanted = (cell.model, cell.dtype, cell.model_class, cell.start)
         if self._model is None or self._model[0] != wanted:
             self._model = None
@@ -172,12 +170,12 @@ class Worker:
                 attn=self.attn,
                 start=cell.start,
             )
-            self._model = (wanted, loaded, ModelContext(loaded), model_card(loaded).prepacking)
+            self._model = (wanted, loaded, ModelContext(loaded))
         return self._model[1:]
 
     def plan(self, cell: Cell) -> BatchPlan:
         """The cell's plan; plans of one model share what their methods have prepared."""
-        model, context, _ = self._loaded(cell)
+        model, context = self._loaded(cell)
         if cell.key not in self._plans:
             # Who sweeps has allowed the method's code, or nobody would ask for it.
             find_class(cell.method, allow_code=True)

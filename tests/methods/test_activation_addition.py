@@ -219,15 +219,15 @@ def test_the_default_layer_is_in_the_middle():
     method = methods.get("caa")
     context = ModelContext(model)
     prepared = method.prepare(context, task, "nontoxic", "The lake")
-    assert list(prepared.shifts) == [2]
+    assert list(prepared.known) == [2]
     (name,) = prepared.summary
     assert name == "norm of the vector, by layer"
     assert prepared.summary[name].keys() == {"2"}
-    assert method.prepare(context, task, "nontoxic", "I saw").shifts is prepared.shifts
+    assert method.prepare(context, task, "nontoxic", "I saw").known is prepared.known
     prefixes = [task.prefix(name) for name in ("nontoxic", "toxic")]
     network = load_transformers("tiny-gpt2", "float32")[0]
     wanted = by_hand(network, model.tokenizer, extra_prompts("detox")[:32], prefixes, 2)
-    assert torch.allclose(prepared.shifts[2], wanted, rtol=0, atol=1e-5)
+    assert torch.allclose(prepared.known[2], wanted, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,10 @@
-"""Rows that read a text of their own between the tokens that they are given."""
+"""What a method does to the network while a batch is decoded (`methods.base.Method.intervene`)."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float, Int
@@ -10,6 +12,33 @@ from torch import Tensor
 
 from lapa2_interp.attention.cache import Rows, WrappedRows
 from lapa2_interp.attention.recorder import Recorder
+from lapa2_interp.attention.residual import shifted_residual
+from lapa2_interp.methods.base import Reminder
+from lapa2_interp.models.card import Model
+
+
+@dataclass
+class BatchPasses:
+    """The passes that decode a batch, as a `methods.base.Passes`.
+
+    Attributes:
+        rows: What reads the batch; inside a block, with what the block changes.
+        last_of_prompt: The slot of the last token of all prompts.
+        recorder: The batch's, if it is traced.
+    """
+
+    model: Model
+    rows: Rows
+    last_of_prompt: int
+    recorder: Recorder | None
+
+    def shift(self, vectors: Mapping[int, Tensor]) -> AbstractContextManager[None]:
+        return shifted_residual(self.model, vectors, self.last_of_prompt)
+
+    @contextmanager
+    def remind(self, reminder: Reminder) -> Iterator[None]:
+        self.rows = RemindedRows(self.rows, reminder.ids, reminder.every, self.recorder)
+        yield
 
 
 class RemindedRows(WrappedRows):
