@@ -24,8 +24,8 @@ from tqdm import tqdm
 from lapa2_interp._util.progress import hidden_bar
 from lapa2_interp.attention.cache import RecomputedRows, rows_in_memory
 from lapa2_interp.attention.neurons import set_neurons
-from lapa2_interp.attention.trace import concat_traces, join_traces
-from lapa2_interp.generation.loop import DecodedBatch, decode_samples
+from lapa2_interp.attention.trace import TracedTexts, concat_traces, join_traces
+from lapa2_interp.generation.loop import decode_samples
 from lapa2_interp.methods.freectrl import ControlCentre, FreeCtrl, TextMonitor
 from lapa2_interp.models.card import Model, is_bridge
 
@@ -62,7 +62,7 @@ class ControlledRows(RecomputedRows):
             return super()._read(keep)
 
 
-def decode_freectrl(model: Model, plan: BatchPlan, batch: Batch, bar: tqdm) -> DecodedBatch:
+def decode_freectrl(model: Model, plan: BatchPlan, batch: Batch, bar: tqdm) -> TracedTexts:
     """The texts of a batch, each drawn until it is accepted; after the last trial a text stays
     anyway."""
     method, pairs = plan.method, batch.pairs
@@ -95,8 +95,8 @@ def decode_freectrl(model: Model, plan: BatchPlan, batch: Batch, bar: tqdm) -> D
     in_order = np.argsort(order)
     table = pd.concat(tables, ignore_index=True).iloc[in_order].reset_index(drop=True)
     if not traces:
-        return DecodedBatch(table, None)
-    return DecodedBatch(table, join_traces([concat_traces(traces).isel(sample=in_order)], table))
+        return TracedTexts(table, None)
+    return TracedTexts(table, join_traces([concat_traces(traces).isel(sample=in_order)], table))
 
 
 def _hooked_rows(model: Model, plan: BatchPlan) -> int:

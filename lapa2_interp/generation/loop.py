@@ -18,7 +18,6 @@ network meanwhile (`Method.intervene`).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import pandas as pd
@@ -34,7 +33,7 @@ from lapa2_interp.attention.continued_rows import continued_rows
 from lapa2_interp.attention.hooked import augmented
 from lapa2_interp.attention.interventions import BatchPasses
 from lapa2_interp.attention.recorder import Recorder
-from lapa2_interp.attention.trace import join_traces
+from lapa2_interp.attention.trace import TracedTexts, join_traces
 from lapa2_interp.bias.tokens import decode_answer, decode_continuation
 from lapa2_interp.generation.banned_words import BannedWords
 from lapa2_interp.generation.sampling import NOTHING, draw
@@ -45,25 +44,7 @@ from lapa2_interp.models.load import accepts_model_name
 from lapa2_interp.models.prepacked import prepacked
 
 if TYPE_CHECKING:
-    import xarray as xr
-
     from lapa2_interp.generation.plan import Batch, BatchPlan
-
-
-@dataclass(frozen=True)
-class DecodedBatch:
-    """The texts of a batch.
-
-    Attributes:
-        texts: One row per sample: prompt, attribute, sample, text (as it is scored),
-            continuation, tokens, n_tokens, finish ("length", "end", or "empty" where no token was
-            left to draw). Of chats of several turns one row per answer, with turn, message and
-            context (`generation.turns`).
-        trace: The recorded attention, or None; its `sample` axis is the row number of `texts`.
-    """
-
-    texts: pd.DataFrame
-    trace: xr.Dataset | None
 
 
 @accepts_model_name
@@ -73,7 +54,7 @@ def decode_batch(
     plan: BatchPlan,
     pairs: Sequence[tuple[int, int]],
     progress: tqdm | None = None,
-) -> DecodedBatch:
+) -> TracedTexts:
     """Decode one batch of a plan. A text that ran out of tokens ends there, with `finish` "empty".
 
     Args:
@@ -95,7 +76,7 @@ def decode_batch(
 
 def decode_samples(
     model: Model, plan: BatchPlan, batch: Batch, bar: tqdm, rows: Rows | None = None
-) -> DecodedBatch:
+) -> TracedTexts:
     """The texts of a batch and their trace, drawn once.
 
     Args:
@@ -117,9 +98,9 @@ def decode_samples(
         ]
     )
     if recorder is None:
-        return DecodedBatch(table, None)
+        return TracedTexts(table, None)
     trace = recorder.dataset(batch.sample_layouts, plan.branches, n_tokens)
-    return DecodedBatch(table, join_traces([trace], table))
+    return TracedTexts(table, join_traces([trace], table))
 
 
 def _decode_steps(
@@ -283,7 +264,7 @@ def log_probs_by_branch(
 def _text_row(
     model: Model, plan: BatchPlan, pair: tuple[int, int], new_ids: list[int]
 ) -> dict[str, Any]:
-    """A row of `DecodedBatch.texts`, but for how the text ends."""
+    """A row of `TracedTexts.texts`, but for how the text ends."""
     prompt_text = plan.prompts[pair[0]]
     if plan.cell.is_chat:
         new = decode_answer(model.tokenizer, new_ids)

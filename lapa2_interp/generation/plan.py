@@ -18,13 +18,14 @@ from tqdm import tqdm
 from lapa2_interp._util.errors import MethodError, ModelError
 from lapa2_interp._util.progress import progress_bar
 from lapa2_interp.attention.cache import check_packing, rows_in_memory
+from lapa2_interp.attention.trace import TracedTexts
 from lapa2_interp.bias.augmentation import Augmentation, active_augmentations
 from lapa2_interp.bias.layout import Layout, left_pad
 from lapa2_interp.bias.text_start import AUTO_START, start_setting
 from lapa2_interp.generation.arrange import Arrangement, arrange, chat_stream
 from lapa2_interp.generation.cell import Cell
 from lapa2_interp.generation.freectrl import decode_freectrl
-from lapa2_interp.generation.loop import DecodedBatch, decode_samples
+from lapa2_interp.generation.loop import decode_samples
 from lapa2_interp.generation.sampling import uniforms
 from lapa2_interp.generation.turns import decode_turns
 from lapa2_interp.methods.base import Method, MethodContext, Prepared, SoftPrefixKey
@@ -84,7 +85,7 @@ class Batch:
         return len(self.layouts[0]) + steps - 1 + (reminder.n_keys(steps) if reminder else 0)
 
 
-Driver = Callable[[Model, "BatchPlan", Batch, tqdm], DecodedBatch]
+Driver = Callable[[Model, "BatchPlan", Batch, tqdm], TracedTexts]
 """Decodes a batch, and advances a bar by tokens."""
 
 

@@ -37,13 +37,13 @@ from tqdm import tqdm
 from lapa2_interp._util.errors import LayoutError, parameter
 from lapa2_interp.attention.cache import CachedRows, RereadRows, WrappedRows, new_rows
 from lapa2_interp.attention.hooked import augmented
-from lapa2_interp.attention.trace import concat_traces, join_traces
+from lapa2_interp.attention.trace import TracedTexts, concat_traces, join_traces
 from lapa2_interp.bias.augmentation import Augmentations, active_augmentations
 from lapa2_interp.bias.chat_template import check_text_of_answers
 from lapa2_interp.bias.layout import Layout
 from lapa2_interp.bias.tokens import decode_tokens, tokens_from
 from lapa2_interp.generation.arrange import chat_layout, pieces_of_chat
-from lapa2_interp.generation.loop import DecodedBatch, decode_samples
+from lapa2_interp.generation.loop import decode_samples
 from lapa2_interp.models.card import Model
 from lapa2_interp.prefixes.soft_prefix import SoftPrefix
 from lapa2_interp.tasks.task import ChatForm
@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from lapa2_interp.generation.plan import Batch, BatchPlan
 
 
-def decode_turns(model: Model, plan: BatchPlan, batch: Batch, bar: tqdm) -> DecodedBatch:
+def decode_turns(model: Model, plan: BatchPlan, batch: Batch, bar: tqdm) -> TracedTexts:
     """All answers of a batch of chats, one row each: the turns of a chat follow each other.
 
     Beside the usual columns there are turn (1 is the first answer), message (the user's, which is
@@ -97,8 +97,8 @@ def decode_turns(model: Model, plan: BatchPlan, batch: Batch, bar: tqdm) -> Deco
     by_chat = np.arange(len(tables) * len(pairs)).reshape(len(tables), -1).T.ravel()
     table = pd.concat(tables, ignore_index=True).iloc[by_chat].reset_index(drop=True)
     if not traces:
-        return DecodedBatch(table, None)
-    return DecodedBatch(table, join_traces([concat_traces(traces).isel(sample=by_chat)], table))
+        return TracedTexts(table, None)
+    return TracedTexts(table, join_traces([concat_traces(traces).isel(sample=by_chat)], table))
 
 
 def _message(chat: ChatForm, turn: int) -> str:

@@ -29,7 +29,7 @@ from lapa2_interp._util.files import (
     result_folder,
 )
 from lapa2_interp._util.version import __version__
-from lapa2_interp.attention.trace import join_traces
+from lapa2_interp.attention.trace import TracedTexts, join_traces
 from lapa2_interp.generation.cell import Cell, same_label
 from lapa2_interp.runs.attention import ALIKE, SHOWN, Attention, HeadAttention, traced
 from lapa2_interp.runs.hub import SCORES, DataSet
@@ -58,22 +58,6 @@ from lapa2_interp.runs.store import (
 
 if TYPE_CHECKING:
     import xarray as xr
-
-
-@dataclass(frozen=True)
-class FinishedCell:
-    """A finished cell, its batches joined.
-
-    Attributes:
-        manifest: What decided it.
-        texts: One row per text.
-        trace: The recorded attention, row i of the texts being sample i; None where there is
-            none.
-    """
-
-    manifest: Manifest
-    texts: pd.DataFrame
-    trace: xr.Dataset | None
 
 
 @dataclass(frozen=True, repr=False)
@@ -474,8 +458,8 @@ class Run:
         return f"{where} is not finished; `lapa2 sweep` with its grid makes it"
 
 
-def finished_cell(run: Run, key: str | None = None) -> FinishedCell:
-    """One cell's manifest, texts and trace as they are stored, read at once.
+def finished_cell(run: Run, key: str | None = None) -> TracedTexts:
+    """One cell's texts and trace as they are stored, its batches joined.
 
     Args:
         key: By default that of the only cell.
@@ -485,13 +469,13 @@ def finished_cell(run: Run, key: str | None = None) -> FinishedCell:
             cells.
     """
     key = run._only(key)
-    manifest = run.manifest(key)
+    run.manifest(key)  # refuses a cell that is not finished
     batches = run._batches(key)
     table = pd.concat([batch.texts for batch in batches], ignore_index=True)
     table = table.assign(arm=run.by_key[key].arm)
     # The joined trace may need another type than a batch was stored with: NaN is no integer.
     traces = [batch.trace.drop_encoding() for batch in batches if batch.trace is not None]
-    return FinishedCell(manifest, table, join_traces(traces, table) if traces else None)
+    return TracedTexts(table, join_traces(traces, table) if traces else None)
 
 
 def as_list(value: Any) -> list[Any]:

@@ -12,7 +12,6 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from time import perf_counter
 
-import pandas as pd
 from tqdm import tqdm
 
 from lapa2_interp._util.errors import RunError, parameter
@@ -25,10 +24,10 @@ from lapa2_interp.methods.registry import find_class
 from lapa2_interp.models.card import Model
 from lapa2_interp.models.fingerprint import weights_read_once
 from lapa2_interp.models.load import load_model
-from lapa2_interp.models.machine import default_device, is_out_of_memory, peak_memory, torch_threads
+from lapa2_interp.models.machine import default_device, is_out_of_memory, torch_threads
 from lapa2_interp.models.prepacked import Prepacking
 from lapa2_interp.prefixes.soft_prefix import SoftPrefixName
-from lapa2_interp.runs.manifest import BatchRecord, Provenance
+from lapa2_interp.runs.manifest import BatchRecord
 from lapa2_interp.runs.method_context import ModelContext
 from lapa2_interp.runs.store import Failure, FinishedBatch
 
@@ -37,7 +36,11 @@ PLANS = 8
 
 
 def make_batch(
-    model: Model, plan: BatchPlan, number: int, progress: tqdm | None = None
+    model: Model,
+    plan: BatchPlan,
+    number: int,
+    progress: tqdm | None = None,
+    seconds: float = 0.0,
 ) -> FinishedBatch:
     """Decode one batch of a plan.
 
@@ -47,6 +50,7 @@ def make_batch(
     Args:
         number: Which of the plan's batches.
         progress: A bar to advance by tokens; by default none.
+        seconds: What preparing took, which counts in the record's.
 
     Raises:
         RunError: As `check_files`.
@@ -55,33 +59,8 @@ def make_batch(
     check_files(plan)
     began = perf_counter()
     made = decode_batch(model, plan, plan.batches[number], progress)
-    record = BatchRecord(
-        **dict(Provenance.of(model, plan)),
-        key=plan.cell.key,
-        n_batches=len(plan.batches),
-        n_texts=len(made.texts),
-        created=datetime.now(UTC),
-        seconds=round(perf_counter() - began, 3),
-        new_tokens=int(made.texts["n_tokens"].sum()),
-        problems=problems_of(plan, made.texts),
-        memory=peak_memory(plan.card.device.partition(":")[0]),
-    )
-    return FinishedBatch(record, made.texts, made.trace)
-
-
-def problems_of(plan: BatchPlan, texts: pd.DataFrame) -> tuple[str, ...]:
-    """One sentence if texts of a batch ran out of tokens; usually nothing."""
-    ended = [
-        f"{row['prompt']!r} sample {row['sample']} at step {row['n_tokens']}"
-        for row in texts[texts["finish"] == "empty"].to_dict("records")
-    ]
-    if not ended:
-        return ()
-    more = f" and {len(ended) - 1} more" if len(ended) > 1 else ""
-    return (
-        f"no token has positive weight for {ended[0]}{more} ({plan.method.name}:"
-        f" {plan.method.when_empty}); the texts up to there are kept",
-    )
+    record = BatchRecord.of(model, plan, made.texts, seconds + perf_counter() - began)
+    return FinishedBatch(made.texts, made.trace, record)
 
 
 class Worker:
@@ -128,11 +107,7 @@ class Worker:
             if prepacking is not None:
                 card = plan.card.model_copy(update={"prepacking": prepacking})
                 plan = replace(plan, card=card)
-            prepared = perf_counter() - began
-            made = make_batch(model, plan, number, progress)
-        seconds = round(made.record.seconds + prepared, 3)
-        record = made.record.model_copy(update={"seconds": seconds})
-        return replace(made, record=record)
+            return make_batch(model, plan, number, progress, perf_counter() - began)
 
     def try_batch(
         self,

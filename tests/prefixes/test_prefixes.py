@@ -19,7 +19,6 @@ from lapa2_interp.models.cache_name import cache_name
 from lapa2_interp.models.card import is_bridge, model_card
 from lapa2_interp.models.load import load_tokenizer, wrap_in_bridge
 from lapa2_interp.prefixes.soft_prefix import cards_in, find_prefix, load_prefix, save_prefix
-from lapa2_interp.runs.run import finished_cell
 
 GENERATED = [70, 81, 92, 103, 114, 64, 75]
 SENTIMENT = load_task("sentiment")
@@ -220,14 +219,12 @@ def test_cards_name_the_run(tmp_path):
 
     model = load("tiny-gpt2")
     method = methods.get("air-decoding", prefixes=soft_set(tmp_path, model, SENTIMENT))
-    run = finished_cell(
-        run_of(model, method, SENTIMENT, ["negative"], ["The lake"], length=20, samples=1, seed=1)
-    )
-    branches = run.manifest.branches
+    run = run_of(model, method, SENTIMENT, ["negative"], ["The lake"], length=20, samples=1, seed=1)
+    branches = run.manifest().branches
     assert branches["base"] is None
     assert branches["target"] == load_prefix(tmp_path, "negative").card.name
     assert branches["positive"].sha256 == load_prefix(tmp_path, "positive").card.sha256
-    assert Manifest.model_validate_json(run.manifest.model_dump_json()) == run.manifest
+    assert Manifest.model_validate_json(run.manifest().model_dump_json()) == run.manifest()
 
 
 def test_a_prefix_of_another_model_or_shape_is_refused(tmp_path):
