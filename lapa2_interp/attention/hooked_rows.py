@@ -93,6 +93,6 @@ def _before_rotation(
         table[: keys.shape[1], None].to(keys.device, torch.promote_types(keys.dtype, torch.float32))
         for table in (attention.rotary_cos, attention.rotary_sin)
     )
-    turned, others = keys.tensor_split([cos.shape[2]], dim=3)
+    turned, unturned = keys.tensor_split([cos.shape[2]], dim=3)
     back = turned * cos - attention.rotate_every_two(turned) * sin
-    return torch.cat([(back / (cos**2 + sin**2)).to(keys.dtype), others], dim=3)
+    return torch.cat([(back / (cos**2 + sin**2)).to(keys.dtype), unturned], dim=3)

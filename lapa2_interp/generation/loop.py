@@ -40,14 +40,12 @@ from lapa2_interp.generation.sampling import NOTHING, draw
 from lapa2_interp.methods.base import BatchStart, LogProbs, Method
 from lapa2_interp.models.attention_interface import decided_path
 from lapa2_interp.models.card import Model, layer_types, network_of
-from lapa2_interp.models.load import accepts_model_name
 from lapa2_interp.models.prepacked import prepacked
 
 if TYPE_CHECKING:
     from lapa2_interp.generation.plan import Batch, BatchPlan
 
 
-@accepts_model_name
 @torch.no_grad()
 def decode_batch(
     model: Model,
@@ -91,12 +89,27 @@ def decode_samples(
     passes = BatchPasses(model, rows, len(batch.layouts[0]) - 1, recorder)
     with plan.method.intervene(passes, batch.prepared[0]):
         tokens, n_tokens, finish = _decode_steps(model, plan, batch, passes.rows, recorder, bar)
-    table = pd.DataFrame(
-        [
-            _text_row(model, plan, pair, ids[:n].tolist()) | {"finish": how}
-            for pair, ids, n, how in zip(batch.pairs, tokens, n_tokens, finish, strict=True)
-        ]
-    )
+    texts = []
+    for i, (prompt, sample) in enumerate(batch.pairs):
+        new_ids = tokens[i, : n_tokens[i]].tolist()
+        prompt_text = plan.prompts[prompt]
+        if plan.cell.is_chat:
+            new = decode_answer(model.tokenizer, new_ids)
+        else:
+            new = decode_continuation(model.tokenizer, prompt_text, new_ids)
+        texts.append(
+            {
+                "prompt": prompt_text,
+                "attribute": plan.cell.attribute,
+                "sample": sample,
+                "text": prompt_text + new if plan.cell.task.length_counts_prompt else new,
+                "continuation": new,
+                "tokens": new_ids,
+                "n_tokens": n_tokens[i],
+                "finish": finish[i],
+            }
+        )
+    table = pd.DataFrame(texts)
     if recorder is None:
         return TracedTexts(table, None)
     trace = recorder.dataset(batch.sample_layouts, plan.branches, n_tokens)
@@ -259,23 +272,3 @@ def log_probs_by_branch(
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     # row vocab -> by branch: sample vocab
     return dict(zip(branches, wide.log_softmax(dim=1).chunk(len(branches)), strict=True))
-
-
-def _text_row(
-    model: Model, plan: BatchPlan, pair: tuple[int, int], new_ids: list[int]
-) -> dict[str, Any]:
-    """A row of `TracedTexts.texts`, but for how the text ends."""
-    prompt_text = plan.prompts[pair[0]]
-    if plan.cell.is_chat:
-        new = decode_answer(model.tokenizer, new_ids)
-    else:
-        new = decode_continuation(model.tokenizer, prompt_text, new_ids)
-    return {
-        "prompt": prompt_text,
-        "attribute": plan.cell.attribute,
-        "sample": pair[1],
-        "text": prompt_text + new if plan.cell.task.length_counts_prompt else new,
-        "continuation": new,
-        "tokens": new_ids,
-        "n_tokens": len(new_ids),
-    }

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -35,6 +36,7 @@ from lapa2_interp.models.load import accepts_model_name
 from lapa2_interp.prefixes.soft_prefix import SoftPrefix, SoftPrefixName, find_prefix
 
 MAX_ROWS = 120
+"""Rows of a batch, at most; fewer where they would exceed `cache.CACHE_BYTES`."""
 
 
 @dataclass(frozen=True)
@@ -63,17 +65,17 @@ class Batch:
     def n_prompts(self) -> int:
         return max(self.owner) + 1
 
-    @property
+    @cached_property
     def expansion(self) -> list[int]:
         """By row of the expanded batch (branch x sample), the row of the prompt pass it copies
         (branch x prompt)."""
         return [
-            first + own
-            for first in range(0, len(self.layouts), self.n_prompts)
-            for own in self.owner
+            first_of_branch + prompt
+            for first_of_branch in range(0, len(self.layouts), self.n_prompts)
+            for prompt in self.owner
         ]
 
-    @property
+    @cached_property
     def sample_layouts(self) -> list[Layout]:
         """The layouts of the expanded rows."""
         return [self.layouts[row] for row in self.expansion]
@@ -259,7 +261,7 @@ def plan_batches(model: Model, cell: Cell, context: MethodContext | None = None)
         if prefix is not None
     }
     arrangement = arrange(cell, model.tokenizer, card, slots)
-    if method.intervenes and not method.changes_network:
+    if type(method).intervene is not Method.intervene and not method.changes_network:
         raise MethodError(
             f"{method.name} intervenes, so the network is another while it decodes; declare"
             " changes_network = True in its class"
@@ -277,7 +279,11 @@ def plan_batches(model: Model, cell: Cell, context: MethodContext | None = None)
         prepared = _prepare(method, context, cell)
         arrangement = arrange(cell, model.tokenizer, card, slots, prepared)
     # Divide the samples into batches.
-    rows = cell.max_rows or _default_rows(model, method, arrangement)
+    longest, steps = arrangement.longest, arrangement.steps
+    if not (rows := cell.max_rows):
+        keys = max(map(sum, zip(longest, steps, strict=True)))
+        positions = max(arrangement.prompt_tokens) + 1 if method.reads_prompt else 0
+        rows = min(MAX_ROWS, rows_in_memory(model, keys, positions))
     pairs = [
         (prompt, sample) for prompt in range(len(cell.prompts)) for sample in range(cell.samples)
     ]
@@ -299,8 +305,8 @@ def plan_batches(model: Model, cell: Cell, context: MethodContext | None = None)
         batches=_split_into_batches(
             pairs,
             size,
-            arrangement.longest,
-            arrangement.steps,
+            longest,
+            steps,
             model.cfg.n_ctx,
             card.short_ctx,
             alike=bool(slots) and smallest_window(model) is not None,
@@ -317,13 +323,6 @@ def _prepare(method: Method, context: MethodContext, cell: Cell) -> tuple[Prepar
             prepared.append(method.prepare(context, cell.task, cell.attribute, prompt))
             bar.update()
     return tuple(prepared)
-
-
-def _default_rows(model: Model, method: Method, arrangement: Arrangement) -> int:
-    """Rows of a batch: MAX_ROWS, or fewer if their cache and logits would exceed CACHE_BYTES."""
-    keys = max(a + b for a, b in zip(arrangement.longest, arrangement.steps, strict=True))
-    positions = max(arrangement.prompt_tokens) + 1 if method.reads_prompt else 0
-    return min(MAX_ROWS, rows_in_memory(model, keys, positions))
 
 
 def _split_into_batches(

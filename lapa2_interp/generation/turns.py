@@ -168,11 +168,11 @@ class KeptChat:
         """
         answered = layout.followed_by(tokenizer, tokens[:-1] if ended else tokens)
         self.answers.append("".join(answered.tokens[len(layout.ids) :]))
-        before = "".join(map("".join, zip(self.pieces, self.answers, strict=False)))
-        text = before + self.pieces[len(self.answers)]
+        written = "".join(map("".join, zip(self.pieces, self.answers, strict=False)))
+        text = written + self.pieces[len(self.answers)]
         messages = self.form.messages_after(self.answers)
         check_text_of_answers(tokenizer, messages, self.form.template, text)
-        ids, shared = tokens_from(tokenizer, text, len(before))
+        ids, shared = tokens_from(tokenizer, text, len(written))
         # The answer's tokens that have the shared letters, and no others.
         cached_text = "".join(answered.tokens)
         n_kept = next(

@@ -104,11 +104,12 @@ class ActivationAddition(Method):
             TaskError: The task has no other attribute.
         """
         texts = self._read_texts() if self.texts else _default_texts(task)
-        own, *others = (
+        mean_of_attribute, *means_of_others = (
             context.mean_residual(task.prefix(name), texts)
             for name in (attribute, *task.others(attribute))
         )
-        difference = self.strength * (own - torch.stack(others).mean(dim=0))  # layer d_model
+        mean_of_others = torch.stack(means_of_others).mean(dim=0)
+        difference = self.strength * (mean_of_attribute - mean_of_others)  # layer d_model
         return {layer: difference[layer] for layer in self._chosen(len(difference))}
 
     def _chosen(self, n_layers: int) -> tuple[int, ...]:

@@ -148,19 +148,19 @@ class Passes(Protocol):
 
 @runtime_checkable
 class MethodContext(Protocol):
-    """The functions of a model that `prepare` may call (`lapa2_interp.runs.method_context`).
-
-    Attributes:
-        n_layers: Number of layers.
-        gated: True if its MLPs are gated.
-    """
-
-    n_layers: int
-    gated: bool
+    """The functions of a model that `prepare` may call (`lapa2_interp.runs.method_context`)."""
 
     @property
     def end_ids(self) -> tuple[int, ...]:
         """Tokens that end a text."""
+
+    @property
+    def n_layers(self) -> int:
+        """Number of layers."""
+
+    @property
+    def gated(self) -> bool:
+        """True if its MLPs are gated."""
 
     def cached(self, name: Hashable, make: Callable[[], T]) -> T:
         """The result of `make`, which is called only once for each name; for values that all
@@ -293,11 +293,6 @@ class Method(ABC):
         return nullcontext()
 
     @property
-    def intervenes(self) -> bool:
-        """True if the class has an `intervene` of its own."""
-        return type(self).intervene is not Method.intervene
-
-    @property
     def prepares(self) -> bool:
         """True if the class has a `prepare` of its own."""
         return type(self).prepare is not Method.prepare
@@ -305,8 +300,8 @@ class Method(ABC):
     def deciding_files(self) -> dict[str, Path]:
         """Files whose contents decide the method's texts: files that parameters name, if they
         exist, by parameter; and the code of a custom method, unless a notebook defines it."""
-        named = {name: Path(getattr(self, name)) for name in self.files}
-        files = {name: path for name, path in named.items() if path.is_file()}
+        paths = {name: Path(getattr(self, name)) for name in self.files}
+        files = {name: path for name, path in paths.items() if path.is_file()}
         if not type(self).__module__.startswith(f"{__package__}."):
             with suppress(TypeError, OSError):
                 files["its code"] = Path(inspect.getfile(type(self)))
@@ -327,9 +322,9 @@ def check_branches(
     """
     missing = [name for name in names if name not in log_probs]
     if missing or len(log_probs) < len(names) + others:
-        wanted = ", ".join(names) + (f" and {others} more" if others else "")
+        needed = ", ".join(names) + (f" and {others} more" if others else "")
         raise MethodError(
-            f"log_probs needs the branches {wanted}; found {', '.join(log_probs) or 'none'}"
+            f"log_probs needs the branches {needed}; found {', '.join(log_probs) or 'none'}"
         )
     shapes = {name: tuple(log_p.shape) for name, log_p in log_probs.items()}
     if len(set(shapes.values())) > 1 or any(len(shape) != 2 for shape in shapes.values()):
@@ -352,11 +347,11 @@ def nucleus(
     if top_k is not None:
         ranked[:, top_k:] = -torch.inf
     p = ranked.softmax(dim=1)
-    before = p.cumsum(dim=1) - p
-    out = before >= top_p
-    out[:, 0] = False
+    more_likely = p.cumsum(dim=1) - p
+    outside = more_likely >= top_p
+    outside[:, 0] = False
     return torch.full_like(log_weights, -torch.inf).scatter(
-        1, ids, ranked.masked_fill(out, -torch.inf)
+        1, ids, ranked.masked_fill(outside, -torch.inf)
     )
 
 

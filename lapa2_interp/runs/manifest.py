@@ -115,13 +115,13 @@ class BatchRecord(Facts):
     def changes(self, now: BatchRecord) -> str:
         """What would make other texts now, in words; empty where nothing would."""
         reasons = set(Facts.model_fields) - NO_REASONS
-        before, after = (
+        recorded, current = (
             _leaves(record.model_dump(mode="json", include=reasons)) for record in (self, now)
         )
         return ", ".join(
-            f"{name.rpartition('.')[2]} was {before.get(name)} and is {after.get(name)}"
-            for name in dict.fromkeys([*before, *after])
-            if before.get(name) != after.get(name)
+            f"{name.rpartition('.')[2]} was {recorded.get(name)} and is {current.get(name)}"
+            for name in dict.fromkeys([*recorded, *current])
+            if recorded.get(name) != current.get(name)
         )
 
 

@@ -14,6 +14,7 @@ import hashlib
 import json
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
@@ -54,27 +55,33 @@ DRAFT_SEEDS = 2**40
 steer it."""
 
 
+@dataclass(eq=False)
 class ModelContext:
     """A `methods.MethodContext` for a model from `load_model`.
 
-    Args:
+    Attributes:
         model: The model whose texts are to be controlled.
     """
 
-    def __init__(self, model: Model) -> None:
-        self.model = model
-        self.n_layers = model.cfg.n_layers
-        self.gated = is_gated(model)
-        self._made: dict[Hashable, Any] = {}
+    model: Model
+    _made: dict[Hashable, Any] = field(default_factory=dict)
 
     @cached_property
     def card(self) -> ModelCard:
         """The model's, which says which weights it has: most methods never ask."""
         return model_card(self.model)
 
-    @cached_property
+    @property
     def end_ids(self) -> tuple[int, ...]:
         return self.card.end_ids
+
+    @property
+    def n_layers(self) -> int:
+        return self.model.cfg.n_layers
+
+    @property
+    def gated(self) -> bool:
+        return is_gated(self.model)
 
     def cached(self, name: Hashable, make: Callable[[], T]) -> T:
         if name not in self._made:

@@ -270,10 +270,10 @@ def state_of(folder: Path, cell: Cell) -> str:
         except DamagedError:
             return "damaged"
         pairs = zip(numbers, records, strict=True)
-        known = [record for number, record in pairs if number < record.n_batches]
-        if not agree(known, cell):
+        counted = [record for number, record in pairs if number < record.n_batches]
+        if not agree(counted, cell):
             return "damaged"
-        if len(known) == len(records) == records[0].n_batches:
+        if len(counted) == len(records) == records[0].n_batches:
             return "finished"
     if FAILED in names:
         return "failed"

@@ -131,8 +131,8 @@ class Worker:
         return self._loaded(cell)[0]
 
     def _loaded(self, cell: Cell) -> tuple[Model, ModelContext]:
-        wanted = (cell.model, cell.dtype, cell.model_class, cell.start)
-        if self._model is None or self._model[0] != wanted:
+        settings = (cell.model, cell.dtype, cell.model_class, cell.start)
+        if self._model is None or self._model[0] != settings:
             self._model = None
             self._plans.clear()
             loaded = load_model(
@@ -145,7 +145,7 @@ class Worker:
                 attn=self.attn,
                 start=cell.start,
             )
-            self._model = (wanted, loaded, ModelContext(loaded))
+            self._model = (settings, loaded, ModelContext(loaded))
         return self._model[1:]
 
     def plan(self, cell: Cell) -> BatchPlan:
