@@ -51,8 +51,9 @@ from transformers.pytorch_utils import Conv1D
 from lapa2_interp._util.files import result_folder
 from lapa2_interp._util.progress import progress_bar
 from lapa2_interp._util.table_formats import as_markdown
+from lapa2_interp.generation.batch import BatchPlan
 from lapa2_interp.generation.loop import decode_batch
-from lapa2_interp.generation.plan import BatchPlan, plan_batches
+from lapa2_interp.generation.plan import plan_batches
 from lapa2_interp.generation.resolve import cell_of
 from lapa2_interp.methods.registry import load_task
 from lapa2_interp.models.cache_name import cache_name

@@ -4,10 +4,10 @@ The interface has the prompt pass, the expansion to samples, and further tokens.
 
 Rows are left-padded; the attention mask and (on the bridge) explicit positions go with every call.
 On TransformerBridge keys and values lie in buffers of their final size, and each step writes one
-slot. HookedTransformer concatenates keys and values (`attention.hooked_rows`).
+slot. HookedTransformer concatenates keys and values.
 
 A soft prefix fills the first slots of its rows' cache before anything is read. In rows without a
-soft prefix those slots are masked. `RecomputedRows` has the same interface and no cache.
+soft prefix those slots are masked. `recomputed_rows` has the same interface and no cache.
 
 A long prompt is read in pieces of queries, so that its attention scores fit into memory.
 """
@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,7 +23,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicLayer
 
-from lapa2_interp._util.errors import LayoutError, ModelError, parameter
+from lapa2_interp._util.errors import LayoutError, ModelError, PrefixError, parameter
 from lapa2_interp.attention.cached_heads import SlotLayer, new_cache_layers
 from lapa2_interp.bias.augmentation import Augmentation
 from lapa2_interp.bias.layout import Layout
@@ -34,7 +33,6 @@ from lapa2_interp.models.blocks import check_cache_grew, check_no_checkpointing
 from lapa2_interp.models.cache_name import cache_name, let_bridges_read
 from lapa2_interp.models.card import (
     Model,
-    check_has_tokenizer,
     is_bridge,
     kv_heads,
     network_of,
@@ -117,26 +115,8 @@ def new_rows(model: Model, rules: Iterable[Augmentation] = ()) -> CachedRows | R
     """
     rules = list(rules)
     in_pieces = not any(rule.pooled for rule in rules)
-    if is_bridge(model):
-        rows: CachedRows = BridgeRows(model, in_pieces)
-    else:
-        from lapa2_interp.attention.hooked_rows import HookedRows
-
-        rows = HookedRows(model, in_pieces)
+    rows = BridgeRows(model, in_pieces) if is_bridge(model) else HookedRows(model, in_pieces)
     return RereadRows(rows) if any(rule.phase == "predicting_only" for rule in rules) else rows
-
-
-def prompt_log_likelihood(
-    logits: Float[Tensor, "row query vocab"], layouts: Sequence[Layout]
-) -> Float[Tensor, " row"]:
-    """log P of each row's prompt, from logits that begin at or before the token before it."""
-    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    log_likelihoods = []
-    for row, layout in zip(wide, layouts, strict=True):
-        tokens = torch.tensor(layout.ids[-layout.l_pro :], device=row.device)
-        log_probs = row[-layout.l_pro - 1 : -1].log_softmax(dim=1)
-        log_likelihoods.append(log_probs.gather(1, tokens[:, None]).sum())
-    return torch.stack(log_likelihoods)
 
 
 def check_readable(model: Model, layouts: Sequence[Layout]) -> None:
@@ -228,44 +208,16 @@ def bos_positions(
     ]
 
 
-def soft_inputs(
-    model: Model, layouts: Sequence[Layout], prefixes: Sequence[SoftPrefix | None]
-) -> dict[str, Any]:
-    """Arguments with which a TransformerBridge reads left-padded layouts after soft prefixes in one
-    pass.
-
-        model.run_with_cache(**soft_inputs(model, [branch], [prefix]))
-
-    Returns:
-        input, attention_mask, position_ids and the cache, by its name (`models.cache_name`).
-    """
-    check_has_tokenizer(model)
-    check_readable(model, layouts)
-    rows = PaddedRows.of(layouts, model.cfg.device, bos_positions(layouts, prefixes))
-    check_window(model, layouts, len(layouts[0]))
-    cache = Cache(layers=new_cache_layers(model, DynamicLayer))
-    soft = soft_keys_and_values(model, layouts, prefixes)
-    if soft is not None:
-        for layer, (keys, values) in enumerate(zip(*soft, strict=True)):
-            cache.update(keys, values, layer)
-    return {
-        "input": rows.ids,
-        "attention_mask": rows.mask,
-        "position_ids": rows.positions,
-        cache_name(network_of(model)): cache,
-    }
-
-
-def check_window(model: Model, layouts: Sequence[Layout], used: int) -> None:
+def check_window(window: int | None, layouts: Sequence[Layout], used: int) -> None:
     """Refuse rows with padding between soft slots and text if a sliding window would count it.
 
     Args:
+        window: `smallest_window` of the model.
         used: Number of slots that are read.
 
     Raises:
         LayoutError: There are such rows, and `used` exceeds the window.
     """
-    window = smallest_window(model)
     if window is None or used <= window:
         return
     if any(layout.soft and layout.bos.start > layout.soft for layout in layouts):
@@ -294,6 +246,8 @@ class CachedRows(Rows):
     def __init__(self, model: Model, in_pieces: bool = False) -> None:
         self.model, self.in_pieces = model, in_pieces
         self.layouts: Sequence[Layout] = ()
+        # Asked here, and not at every token.
+        self.network, self.window = network_of(model), smallest_window(model)
 
     @abstractmethod
     def _open(
@@ -333,7 +287,7 @@ class CachedRows(Rows):
         # Pieces of at most PROMPT_SCORES scores; but one where the rotary factors depend on the
         # length of a pass, and where no matrix of scores is formed.
         size, n_keys = rows.ids.shape[1], self.mask.shape[1]
-        config = getattr(network_of(self.model), "config", None)
+        config = getattr(self.network, "config", None)
         has_switch = config is not None and rotary_limit(config) is not None
         if self.in_pieces and not has_switch and not is_fused(self.model, size, n_keys):
             size = max(1, PROMPT_SCORES // (len(layouts) * self.model.cfg.n_heads * n_keys))
@@ -388,16 +342,16 @@ class BridgeRows(CachedRows):
         self, ids: Tensor, positions: Tensor, keep: int = 1
     ) -> Float[Tensor, "row query vocab"]:
         used = self.cache.get_seq_length() + ids.shape[1]
-        check_window(self.model, self.layouts, used)
-        check_no_checkpointing(network := network_of(self.model))
+        check_window(self.window, self.layouts, used)
+        check_no_checkpointing(self.network)
         logits = self.model(
             ids,
             attention_mask=self.mask[:, :used],
             position_ids=positions + self.shift,
             logits_to_keep=keep,
-            **{cache_name(network): self.cache},
+            **{self.cache_name: self.cache},
         )[:, -keep:]
-        check_cache_grew(network, bool(self.cache.get_seq_length() == used))
+        check_cache_grew(self.network, bool(self.cache.get_seq_length() == used))
         return logits
 
     def start_after_prefix(
@@ -422,7 +376,7 @@ class BridgeRows(CachedRows):
         if soft is not None:
             for layer, keys, values in zip(layers, *soft, strict=True):
                 layer.update(keys, values)
-        self.cache = Cache(layers=layers)
+        self.cache, self.cache_name = Cache(layers=layers), cache_name(self.network)
 
     def _select(self, index: Int[Tensor, " expanded"], capacity: int) -> None:
         for i, layer in enumerate(self.cache.layers):
@@ -443,48 +397,88 @@ class BridgeRows(CachedRows):
             elif hasattr(layer, "conv_states"):  # others keep nothing of their own
                 raise LayoutError(
                     "phase 'predicting_only' reads tokens twice, and the recurrent or convolutional"
-                    f" layers of {type(network_of(self.model)).__name__} cannot forget one; use"
+                    f" layers of {type(self.network).__name__} cannot forget one; use"
                     " phase 'last_query'"
                 )
         self.positions = self.positions - n
 
 
-class RecomputedRows(Rows):
-    """Rows without a cache.
+class HookedRows(CachedRows):
+    """Rows of a HookedTransformer, which derives positions from its own cache and mask: soft slots
+    always shift them."""
 
-    Every step reads the whole text, for interventions that change earlier tokens' activations.
-    """
+    def _open(
+        self, layouts: Sequence[Layout], prefixes: Sequence[SoftPrefix | None] | None
+    ) -> None:
+        from transformer_lens.cache.key_value_cache import TransformerLensKeyValueCache
 
-    def __init__(self, model: Model) -> None:
-        self.model = model
-
-    def prompt_pass(
-        self,
-        layouts: Sequence[Layout],
-        prefixes: Sequence[SoftPrefix | None] | None = None,
-        keep: int = 1,
-    ) -> Float[Tensor, "row query vocab"]:
-        self.layouts = list(layouts)
-        self.prefixes = list(prefixes or [None] * len(layouts))
-        return self._read(keep)
-
-    def expand(self, index: Int[Tensor, " expanded"], capacity: int) -> None:
-        rows = index.tolist()
-        self.layouts = [self.layouts[row] for row in rows]
-        self.prefixes = [self.prefixes[row] for row in rows]
-
-    def read_tokens(
-        self, tokens: Int[Tensor, "row query"], keep: int = 1
-    ) -> Float[Tensor, "row last vocab"]:
-        self.layouts = [
-            replace(layout, ids=layout.ids + tuple(more))
-            for layout, more in zip(self.layouts, tokens.tolist(), strict=True)
+        check_readable(self.model, layouts)
+        self.cache = TransformerLensKeyValueCache.init_cache(
+            self.model.cfg, self.model.cfg.device, len(layouts)
+        )
+        soft = soft_keys_and_values(self.model, layouts, prefixes)
+        if soft is None:
+            return
+        unshifted = [
+            prefix for prefix in prefixes or () if prefix is not None and not prefix.card.shifted
         ]
-        return self._read(keep)
+        if unshifted:
+            raise PrefixError(
+                f"{unshifted[0]!r} needs positions that start at 0, and a HookedTransformer's"
+                " always follow its cache; use TransformerBridge, or a prefix trained with"
+                f" shifted positions ({parameter('shifted', 'true', 'set')})"
+            )
+        for entry, block, keys, values in zip(
+            self.cache.entries, self.model.blocks, *soft.transpose(3, 4), strict=True
+        ):
+            entry.past_keys, entry.past_values = _before_rotation(block.attn, keys), values
+        self.cache.previous_attention_mask = self.mask[:, : soft.shape[4]]
 
-    def _read(self, keep: int) -> Float[Tensor, "row query vocab"]:
-        """The pass of every step."""
-        return new_rows(self.model).prompt_pass(self.layouts, self.prefixes, keep)
+    def _forward(
+        self, ids: Tensor, positions: Tensor, keep: int = 1
+    ) -> Float[Tensor, "row query vocab"]:
+        first = self.cache.previous_attention_mask.shape[1]
+        used = first + ids.shape[1]
+        check_window(self.window, self.layouts, used)
+        return self.model(ids, attention_mask=self.mask[:, first:used], past_kv_cache=self.cache)[
+            :, -keep:
+        ]
+
+    def _select(self, index: Int[Tensor, " expanded"], capacity: int) -> None:
+        for entry in self.cache.entries:
+            entry.past_keys, entry.past_values = entry.past_keys[index], entry.past_values[index]
+        self.cache.previous_attention_mask = self.cache.previous_attention_mask[index]
+
+    def _keep(self, slots: Int[Tensor, "row kept"], capacity: int) -> None:
+        row = torch.arange(len(slots), device=slots.device)[:, None]
+        for entry in self.cache.entries:
+            entry.past_keys, entry.past_values = (
+                entry.past_keys[row, slots],
+                entry.past_values[row, slots],
+            )
+        self.cache.previous_attention_mask = self.mask[:, : slots.shape[1]]
+
+    def crop(self, n: int) -> None:
+        for entry in self.cache.entries:
+            entry.past_keys, entry.past_values = entry.past_keys[:, :-n], entry.past_values[:, :-n]
+        self.cache.previous_attention_mask = self.cache.previous_attention_mask[:, :-n]
+        self.positions = self.positions - n
+
+
+def _before_rotation(
+    attention: Any, keys: Float[Tensor, "row slot kv_head d_head"]
+) -> Float[Tensor, "row slot kv_head d_head"]:
+    """Keys of soft slots as a HookedTransformer's cache holds keys: it turns all of them by their
+    positions in each pass, and soft prefixes are stored as they are after that."""
+    if attention.cfg.positional_embedding_type != "rotary":
+        return keys
+    cos, sin = (
+        table[: keys.shape[1], None].to(keys.device, torch.promote_types(keys.dtype, torch.float32))
+        for table in (attention.rotary_cos, attention.rotary_sin)
+    )
+    turned, unturned = keys.tensor_split([cos.shape[2]], dim=3)
+    back = turned * cos - attention.rotate_every_two(turned) * sin
+    return torch.cat([(back / (cos**2 + sin**2)).to(keys.dtype), unturned], dim=3)
 
 
 class WrappedRows(Rows):

@@ -13,7 +13,6 @@ from torch import Tensor
 from lapa2_interp.attention.cache import Rows, WrappedRows
 from lapa2_interp.attention.recorder import Recorder
 from lapa2_interp.attention.residual import shifted_residual
-from lapa2_interp.methods.base import Reminder
 from lapa2_interp.models.card import Model
 
 
@@ -36,8 +35,8 @@ class BatchPasses:
         return shifted_residual(self.model, vectors, self.last_of_prompt)
 
     @contextmanager
-    def remind(self, reminder: Reminder) -> Iterator[None]:
-        self.rows = RemindedRows(self.rows, reminder.ids, reminder.every, self.recorder)
+    def remind(self, ids: Sequence[int], every: int) -> Iterator[None]:
+        self.rows = RemindedRows(self.rows, ids, every, self.recorder)
         yield
 
 

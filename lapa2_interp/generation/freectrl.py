@@ -13,7 +13,6 @@ The formulas are in `methods.freectrl`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pandas as pd
@@ -22,15 +21,14 @@ from torch import Tensor
 from tqdm import tqdm
 
 from lapa2_interp._util.progress import hidden_bar
-from lapa2_interp.attention.cache import RecomputedRows, rows_in_memory
+from lapa2_interp.attention.cache import rows_in_memory
 from lapa2_interp.attention.neurons import set_neurons
+from lapa2_interp.attention.recomputed_rows import RecomputedRows
 from lapa2_interp.attention.trace import TracedTexts, concat_traces, join_traces
+from lapa2_interp.generation.batch import Batch, BatchPlan
 from lapa2_interp.generation.loop import decode_samples
 from lapa2_interp.methods.freectrl import ControlCentre, FreeCtrl, TextMonitor
 from lapa2_interp.models.card import Model, is_bridge
-
-if TYPE_CHECKING:
-    from lapa2_interp.generation.plan import Batch, BatchPlan
 
 
 class ControlledRows(RecomputedRows):

@@ -11,14 +11,14 @@ For a batch of samples:
    sample, the token is appended to all branches of that sample.
 
 Every pass runs under the branch's augmentation (Algorithm 1) and is observed by the trace recorder.
-The plan brings what wraps the loop (`plan.BatchPlan.driver`), and the method what changes the
+The plan brings what wraps the loop (`batch.BatchPlan.driver`), and the method what changes the
 network meanwhile (`Method.intervene`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pandas as pd
 import torch
@@ -28,22 +28,21 @@ from tqdm import tqdm
 
 from lapa2_interp._util.errors import MethodError, ModelError, parameter
 from lapa2_interp._util.progress import hidden_bar
-from lapa2_interp.attention.cache import Rows, new_rows, prompt_log_likelihood
+from lapa2_interp.attention.cache import Rows, new_rows
 from lapa2_interp.attention.continued_rows import continued_rows
 from lapa2_interp.attention.hooked import augmented
 from lapa2_interp.attention.interventions import BatchPasses
 from lapa2_interp.attention.recorder import Recorder
 from lapa2_interp.attention.trace import TracedTexts, join_traces
+from lapa2_interp.bias.layout import Layout
 from lapa2_interp.bias.tokens import decode_answer, decode_continuation
 from lapa2_interp.generation.banned_words import BannedWords
+from lapa2_interp.generation.batch import Batch, BatchPlan
 from lapa2_interp.generation.sampling import NOTHING, draw
 from lapa2_interp.methods.base import BatchStart, LogProbs, Method
 from lapa2_interp.models.attention_interface import decided_path
 from lapa2_interp.models.card import Model, layer_types, network_of
 from lapa2_interp.models.prepacked import prepacked
-
-if TYPE_CHECKING:
-    from lapa2_interp.generation.plan import Batch, BatchPlan
 
 
 @torch.no_grad()
@@ -263,6 +262,19 @@ def batch_start(
     return BatchStart(
         [batch.prepared[i] for i in batch.owner], log_likelihood, n_prompt[owner].to(device)
     )
+
+
+def prompt_log_likelihood(
+    logits: Float[Tensor, "row query vocab"], layouts: Sequence[Layout]
+) -> Float[Tensor, " row"]:
+    """log P of each row's prompt, from logits that begin at or before the token before it."""
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    log_likelihoods = []
+    for row, layout in zip(wide, layouts, strict=True):
+        tokens = torch.tensor(layout.ids[-layout.l_pro :], device=row.device)
+        log_probs = row[-layout.l_pro - 1 : -1].log_softmax(dim=1)
+        log_likelihoods.append(log_probs.gather(1, tokens[:, None]).sum())
+    return torch.stack(log_likelihoods)
 
 
 def log_probs_by_branch(

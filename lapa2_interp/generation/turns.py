@@ -43,6 +43,7 @@ from lapa2_interp.bias.chat_template import check_text_of_answers
 from lapa2_interp.bias.layout import Layout
 from lapa2_interp.bias.tokens import decode_tokens, tokens_from
 from lapa2_interp.generation.arrange import chat_layout, pieces_of_chat
+from lapa2_interp.generation.batch import Batch, BatchPlan
 from lapa2_interp.generation.loop import decode_samples
 from lapa2_interp.models.card import Model
 from lapa2_interp.prefixes.soft_prefix import SoftPrefix
@@ -50,8 +51,6 @@ from lapa2_interp.tasks.task import ChatForm
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-    from lapa2_interp.generation.plan import Batch, BatchPlan
 
 
 def decode_turns(model: Model, plan: BatchPlan, batch: Batch, bar: tqdm) -> TracedTexts:

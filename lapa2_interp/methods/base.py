@@ -142,8 +142,8 @@ class Passes(Protocol):
         """Add vectors to the residual stream, [d_model] by layer, at every query from the last
         token of the prompt on."""
 
-    def remind(self, reminder: Reminder) -> AbstractContextManager[None]:
-        """Read a text between the tokens that are drawn."""
+    def remind(self, ids: Sequence[int], every: int) -> AbstractContextManager[None]:
+        """Read these tokens, too, after every few new ones."""
 
 
 @runtime_checkable

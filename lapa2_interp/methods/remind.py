@@ -63,4 +63,6 @@ class Remind(Method):
         return Prepared(reminder=Reminder(tuple(ids), self.every))
 
     def intervene(self, passes: Passes, prepared: Prepared) -> AbstractContextManager[None]:
-        return passes.remind(prepared.reminder) if prepared.reminder else nullcontext()
+        if (reminder := prepared.reminder) is None:
+            return nullcontext()
+        return passes.remind(reminder.ids, reminder.every)

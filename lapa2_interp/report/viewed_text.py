@@ -35,8 +35,9 @@ from lapa2_interp.bias.augmentation import Augmentations
 from lapa2_interp.bias.layout import Layout
 from lapa2_interp.circuits.contrast_set import ContrastSet
 from lapa2_interp.circuits.control import control_score
+from lapa2_interp.generation.batch import BatchPlan
 from lapa2_interp.generation.cell import Cell
-from lapa2_interp.generation.plan import BatchPlan, plan_batches
+from lapa2_interp.generation.plan import plan_batches
 from lapa2_interp.generation.teacher_forcing import teacher_forced
 from lapa2_interp.models.card import Model, ModelCard, model_card
 from lapa2_interp.models.load import load_model

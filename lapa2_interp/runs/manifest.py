@@ -14,8 +14,8 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from lapa2_interp._util.errors import TraceError
 from lapa2_interp._util.version import __version__
+from lapa2_interp.generation.batch import BatchPlan
 from lapa2_interp.generation.cell import Cell
-from lapa2_interp.generation.plan import BatchPlan
 from lapa2_interp.models.attention_interface import describe_paths
 from lapa2_interp.models.card import Model, ModelCard, model_card
 from lapa2_interp.models.machine import peak_memory, processor_kind

@@ -16,9 +16,10 @@ from tqdm import tqdm
 
 from lapa2_interp._util.errors import RunError, parameter
 from lapa2_interp._util.terminal import caused_by_stop
+from lapa2_interp.generation.batch import BatchPlan
 from lapa2_interp.generation.cell import Cell
 from lapa2_interp.generation.loop import decode_batch
-from lapa2_interp.generation.plan import BatchPlan, plan_batches
+from lapa2_interp.generation.plan import plan_batches
 from lapa2_interp.generation.resolve import digests
 from lapa2_interp.methods.registry import find_class
 from lapa2_interp.models.card import Model
