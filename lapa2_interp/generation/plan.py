@@ -85,7 +85,7 @@ def plan_batches(model: Model, cell: Cell, context: MethodContext | None = None)
     if method.prepares:
         if context is None:
             raise MethodError(
-                f"{method.name} prepares for its prompts; give plan_batches or make_cells a context"
+                f"{method.name} prepares for its prompts; give plan_batches a context"
                 " (lapa2_interp.runs.method_context)"
             )
         prepared = _prepare(method, context, cell)

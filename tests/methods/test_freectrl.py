@@ -200,7 +200,7 @@ def test_refused_texts_are_drawn_again_with_other_numbers(words_model, word_file
     trials = []
     for trial in range(3):
         monkeypatch.setattr(
-            "lapa2_interp.generation.plan.uniforms",
+            "lapa2_interp.generation.batch.uniforms",
             lambda *key, trial=trial: uniforms(*key[:4], trial),
         )
         trials.append(generate(words_model, method, task, "positive", prompts, **settings))
