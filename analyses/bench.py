@@ -32,6 +32,7 @@ import copy
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
 from math import inf, nan
@@ -50,12 +51,13 @@ from transformers.pytorch_utils import Conv1D
 from lapa2_interp._util.files import result_folder
 from lapa2_interp._util.progress import progress_bar
 from lapa2_interp._util.table_formats import as_markdown
+from lapa2_interp.generation.batch import BatchPlan
 from lapa2_interp.generation.loop import decode_batch
-from lapa2_interp.generation.plan import BatchPlan, plan_batches
+from lapa2_interp.generation.plan import plan_batches
 from lapa2_interp.generation.resolve import cell_of
 from lapa2_interp.methods.registry import load_task
 from lapa2_interp.models.cache_name import cache_name
-from lapa2_interp.models.card import attach_card, identify, make_card
+from lapa2_interp.models.card import attach_card, make_card
 from lapa2_interp.models.configuration import kv_shapes
 from lapa2_interp.models.facts import TransformersModel
 from lapa2_interp.models.hook_names import HOOK_SCORES
@@ -331,7 +333,7 @@ def with_transformer_lens(model: Any, plan: BatchPlan) -> None:
 def with_our_loop(model: Any, plan: BatchPlan, packing: str, static: bool = False) -> None:
     """This package."""
     model.static = static
-    model.lapa2_card = identify(model).model_copy(update={"prepacking": packing})
+    plan = replace(plan, card=plan.card.model_copy(update={"prepacking": packing}))
     for pairs in plan.batches:
         decode_batch(model, plan, pairs)
 

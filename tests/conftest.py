@@ -261,14 +261,13 @@ def decode_plan(model, plan):
     """Texts and trace of all batches of a plan."""
     import pandas as pd
 
-    from lapa2_interp.attention.trace import join_traces
+    from lapa2_interp.attention.trace import TracedTexts, join_traces
     from lapa2_interp.generation.loop import decode_batch
-    from lapa2_interp.generation.plan import DecodedBatch
 
     batches = [decode_batch(model, plan, pairs) for pairs in plan.batches]
     texts = pd.concat([batch.texts for batch in batches], ignore_index=True)
     traces = [batch.trace for batch in batches if batch.trace is not None]
-    return DecodedBatch(texts, join_traces(traces, texts) if traces else None)
+    return TracedTexts(texts, join_traces(traces, texts) if traces else None)
 
 
 def plan(

@@ -60,9 +60,9 @@ def way_of(call):
 
     def note(frame, event, argument):
         code = frame.f_code
-        if event == "call" and code.co_filename.startswith(ROOT):
-            if "<" not in code.co_qualname.rpartition(".")[2]:
-                calls.append((code.co_filename.removeprefix(ROOT), code.co_qualname))
+        is_ours = event == "call" and code.co_filename.startswith(ROOT)
+        if is_ours and "<" not in code.co_qualname.rpartition(".")[2]:
+            calls.append((code.co_filename.removeprefix(ROOT), code.co_qualname))
 
     outer = sys.getprofile()
     sys.setprofile(note)

@@ -20,7 +20,7 @@ from lapa2_interp._util.table_formats import format_number, interval_text
 from lapa2_interp._util.version import __version__
 from lapa2_interp.bias.synthetic import geometric_lengths
 from lapa2_interp.models.machine import n_cores, processor_kind
-from lapa2_interp.runs.run import Run, finished_cell, load_run
+from lapa2_interp.runs.run import Run, load_run
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -436,9 +436,7 @@ def texts(run: Run, grid: Grid, arms: Mapping[str, str]) -> Panel:
     tokenizer, prompts = load_tokenizer(cell.model), cell.task.prompts.texts
     attributes = list(dict.fromkeys(cell.attribute for cell in grid.cells))
     columns = {
-        (cell.attribute, arms[cell.key]): text_column(
-            finished_cell(run, cell.key), prompts, tokenizer
-        )
+        (cell.attribute, arms[cell.key]): text_column(run, cell.key, prompts, tokenizer)
         for cell in grid.cells
     }
     names = list(dict.fromkeys(arm for _, arm in columns))

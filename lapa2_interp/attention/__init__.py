@@ -5,9 +5,9 @@ from typing import TYPE_CHECKING
 from lapa2_interp._util.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from lapa2_interp.attention.cache import soft_inputs
     from lapa2_interp.attention.hooked import augmented
     from lapa2_interp.attention.recorder import Recorder
+    from lapa2_interp.attention.soft_arguments import soft_inputs
     from lapa2_interp.attention.tables import (
         fit_table,
         head_table,

@@ -7,16 +7,16 @@ On TransformerBridge keys and values lie in buffers of their final size, and eac
 slot. HookedTransformer concatenates keys and values.
 
 A soft prefix fills the first slots of its rows' cache before anything is read. In rows without a
-soft prefix those slots are masked. `RecomputedRows` has the same interface and no cache.
+soft prefix those slots are masked. `recomputed_rows` has the same interface and no cache.
 
 A long prompt is read in pieces of queries, so that its attention scores fit into memory.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -28,22 +28,22 @@ from lapa2_interp.attention.cached_heads import SlotLayer, new_cache_layers
 from lapa2_interp.bias.augmentation import Augmentation
 from lapa2_interp.bias.layout import Layout
 from lapa2_interp.bias.padded_rows import PaddedRows
-from lapa2_interp.models.attention_interface import is_fused
-from lapa2_interp.models.blocks import check_cache_grew, check_no_checkpointing
-from lapa2_interp.models.cache_name import cache_name, let_bridges_read
-from lapa2_interp.models.configuration import rotary_limit
-from lapa2_interp.models.facts import Model, check_has_tokenizer, facts_of
+from lapa2_interp.models.blocks import check_no_checkpointing, dropped_cache
+from lapa2_interp.models.cache_name import OLD, let_bridges_read
+from lapa2_interp.models.facts import Model, facts_of, is_fused
 from lapa2_interp.models.rotary import refuse_mixed_rotary
 from lapa2_interp.prefixes.soft_prefix import SoftPrefix
 
 PROMPT_SCORES = 2**28
 """Attention scores of one layer up to which a prompt is read whole: 1 GiB in float32."""
+CACHE_BYTES = 2 << 30
+"""Bytes of a batch's cached keys and values, at most."""
 
 
-@runtime_checkable
-class Rows(Protocol):
+class Rows(ABC):
     """The decode state of stacked rows, such as the cached keys and values of their texts."""
 
+    @abstractmethod
     def prompt_pass(
         self,
         layouts: Sequence[Layout],
@@ -56,9 +56,11 @@ class Rows(Protocol):
             The logits of each row's last `keep` tokens.
         """
 
+    @abstractmethod
     def expand(self, index: Int[Tensor, " expanded"], capacity: int) -> None:
         """Make row i a copy of the old row index[i], with room for `capacity` keys."""
 
+    @abstractmethod
     def read_tokens(
         self, tokens: Int[Tensor, "row query"], keep: int = 1
     ) -> Float[Tensor, "row last vocab"]:
@@ -67,6 +69,14 @@ class Rows(Protocol):
         Returns:
             The logits after the last `keep` of them.
         """
+
+
+def rows_in_memory(model: Model, keys: int, positions: int) -> int:
+    """Rows whose cached keys, and logits at some positions, take CACHE_BYTES; at least one."""
+    facts = facts_of(model)
+    numbers = 2 * facts.n_layers * facts.n_kv_heads * model.cfg.d_head * keys
+    numbers += positions * model.cfg.d_vocab
+    return max(1, CACHE_BYTES // (numbers * facts.dtype.itemsize))
 
 
 def check_packing(model: Model) -> None:
@@ -84,19 +94,7 @@ def check_packing(model: Model) -> None:
         )
 
 
-def _slots_to_keep(
-    mask: Int[Tensor, "row slot"], n_tokens: Sequence[int]
-) -> tuple[Int[Tensor, "row kept"], Int[Tensor, "row kept"]]:
-    """Where the first tokens of each row lie, once left-padded, and the mask of them."""
-    count = torch.tensor(n_tokens, device=mask.device)[:, None]
-    width = max(n_tokens)
-    token = torch.arange(width, device=mask.device) - (width - count)  # row kept; < 0 is padding
-    return (mask.argmax(1, keepdim=True) + token).clamp(min=0), (token >= 0).long()
-
-
-def new_rows(
-    model: Model, rules: Iterable[Augmentation] = ()
-) -> BridgeRows | HookedRows | RereadRows:
+def new_rows(model: Model, rules: Iterable[Augmentation] = ()) -> CachedRows | RereadRows:
     """A new decode state for a model of either class.
 
     Args:
@@ -106,26 +104,9 @@ def new_rows(
             queries of a pass.
     """
     rules = list(rules)
-    in_pieces = not any(rule.pooled for rule in rules)
-    rows = (
-        BridgeRows(model, in_pieces)
-        if facts_of(model).backend != "hooked"
-        else HookedRows(model, in_pieces)
-    )
+    rows_class = HookedRows if facts_of(model).backend == "hooked" else BridgeRows
+    rows = rows_class(model, in_pieces=not any(rule.pooled for rule in rules))
     return RereadRows(rows) if any(rule.phase == "predicting_only" for rule in rules) else rows
-
-
-def prompt_log_likelihood(
-    logits: Float[Tensor, "row query vocab"], layouts: Sequence[Layout]
-) -> Float[Tensor, " row"]:
-    """log P of each row's prompt, from logits that begin at or before the token before it."""
-    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    log_likelihoods = []
-    for row, layout in zip(wide, layouts, strict=True):
-        tokens = torch.tensor(layout.ids[-layout.l_pro :], device=row.device)
-        log_probs = row[-layout.l_pro - 1 : -1].log_softmax(dim=1)
-        log_likelihoods.append(log_probs.gather(1, tokens[:, None]).sum())
-    return torch.stack(log_likelihoods)
 
 
 def check_readable(model: Model, layouts: Sequence[Layout]) -> None:
@@ -136,13 +117,16 @@ def check_readable(model: Model, layouts: Sequence[Layout]) -> None:
         ModelError: Its dropout is on, or its passes drop the cache.
         LayoutError: The model has no embedding for a token.
     """
-    network = facts_of(model).network
-    check_no_checkpointing(network)
-    refuse_mixed_rotary(network)
-    if facts_of(model).backend != "hooked":
+    facts = facts_of(model)
+    network: Any = facts.network
+    if network.training:
+        check_no_checkpointing(network)
+    if facts.rotary_limit is not None:
+        refuse_mixed_rotary(network)
+    if facts.backend == "bridge" and facts.cache_name != OLD:
         let_bridges_read(network)
     drops = [module for module in network.modules() if isinstance(module, nn.Dropout) and module.p]
-    share = getattr(getattr(network, "config", None), "attention_dropout", None)
+    share = getattr(facts.config, "attention_dropout", None)
     if any(module.training for module in drops) or (network.training and share):
         raise ModelError(
             "the model is in training mode, in which dropout makes every pass another one; call"
@@ -217,44 +201,16 @@ def bos_positions(
     ]
 
 
-def soft_inputs(
-    model: Model, layouts: Sequence[Layout], prefixes: Sequence[SoftPrefix | None]
-) -> dict[str, Any]:
-    """Arguments with which a TransformerBridge reads left-padded layouts after soft prefixes in one
-    pass.
-
-        model.run_with_cache(**soft_inputs(model, [branch], [prefix]))
-
-    Returns:
-        input, attention_mask, position_ids and the cache, by its name (`models.cache_name`).
-    """
-    check_has_tokenizer(model)
-    check_readable(model, layouts)
-    rows = PaddedRows.of(layouts, model.cfg.device, bos_positions(layouts, prefixes))
-    check_window(model, layouts, len(layouts[0]))
-    cache = Cache(layers=new_cache_layers(model, DynamicLayer))
-    soft = soft_keys_and_values(model, layouts, prefixes)
-    if soft is not None:
-        for layer, (keys, values) in enumerate(zip(*soft, strict=True)):
-            cache.update(keys, values, layer)
-    return {
-        "input": rows.ids,
-        "attention_mask": rows.mask,
-        "position_ids": rows.positions,
-        cache_name(facts_of(model).network): cache,
-    }
-
-
-def check_window(model: Model, layouts: Sequence[Layout], used: int) -> None:
+def check_window(window: int | None, layouts: Sequence[Layout], used: int) -> None:
     """Refuse rows with padding between soft slots and text if a sliding window would count it.
 
     Args:
+        window: `ModelFacts.window`.
         used: Number of slots that are read.
 
     Raises:
         LayoutError: There are such rows, and `used` exceeds the window.
     """
-    window = facts_of(model).window
     if window is None or used <= window:
         return
     if any(layout.soft and layout.bos.start > layout.soft for layout in layouts):
@@ -265,54 +221,49 @@ def check_window(model: Model, layouts: Sequence[Layout], used: int) -> None:
         )
 
 
-class _CachedRows:
-    """Rows with a cache.
+class CachedRows(Rows):
+    """Rows with a cache; what fills it is of each class of models.
 
     Args:
         in_pieces: Read a long prompt in pieces of queries. In one piece, edits of a pass meet all
             tokens of the prompt at once.
+
+    Attributes:
+        mask: 1 on live slots, also on those that are still to be read.
+        positions: The position of each row's next token.
     """
+
+    mask: Int[Tensor, "row slot"]
+    positions: Int[Tensor, "row 1"]
 
     def __init__(self, model: Model, in_pieces: bool = False) -> None:
         self.model, self.in_pieces = model, in_pieces
         self.layouts: Sequence[Layout] = ()
+        self.facts = facts_of(model)
 
-    def _pieces(self, ids: Int[Tensor, "row query"], n_keys: int) -> list[slice]:
-        """The queries of a prompt in pieces of at most `PROMPT_SCORES` scores; in one piece also if
-        no matrix is formed, or the rotary factors depend on the length of a pass."""
-        config = getattr(facts_of(self.model).network, "config", None)
-        has_switch = config is not None and rotary_limit(config) is not None
-        n_rows, n_queries = ids.shape
-        size = n_queries
-        if self.in_pieces and not has_switch and not is_fused(self.model, n_queries, n_keys):
-            size = max(1, PROMPT_SCORES // (n_rows * self.model.cfg.n_heads * n_keys))
-        return [slice(first, first + size) for first in range(0, n_queries, size)]
+    @abstractmethod
+    def _open(
+        self, layouts: Sequence[Layout], prefixes: Sequence[SoftPrefix | None] | None
+    ) -> None:
+        """Make a cache that holds soft prefixes, and nothing else."""
 
-
-class BridgeRows(_CachedRows):
-    """Rows of a TransformerBridge or a `TransformersModel`.
-
-    Attributes:
-        shift: Added to the positions of every pass.
-    """
-
-    shift = 0
-
+    @abstractmethod
     def _forward(
         self, ids: Tensor, positions: Tensor, keep: int = 1
     ) -> Float[Tensor, "row query vocab"]:
-        used = self.cache.get_seq_length() + ids.shape[1]
-        check_window(self.model, self.layouts, used)
-        check_no_checkpointing(network := facts_of(self.model).network)
-        logits = self.model(
-            ids,
-            attention_mask=self.mask[:, :used],
-            position_ids=positions + self.shift,
-            logits_to_keep=keep,
-            **{cache_name(network): self.cache},
-        )[:, -keep:]
-        check_cache_grew(network, bool(self.cache.get_seq_length() == used))
-        return logits
+        """One pass: the logits of the last `keep` tokens."""
+
+    @abstractmethod
+    def _select(self, index: Int[Tensor, " expanded"], capacity: int) -> None:
+        """`expand` of the cache."""
+
+    @abstractmethod
+    def _keep(self, slots: Int[Tensor, "row kept"], capacity: int) -> None:
+        """`pack` of the cache."""
+
+    @abstractmethod
+    def crop(self, n: int) -> None:
+        """Remove the last `n` tokens of each row."""
 
     def prompt_pass(
         self,
@@ -325,39 +276,22 @@ class BridgeRows(_CachedRows):
         self.layouts, self.mask = rows.layouts, rows.mask
         self.positions = rows.positions[:, -1:] + 1
         self._open(self.layouts, prefixes)
+        # Pieces of at most PROMPT_SCORES scores; but one where the rotary factors depend on the
+        # length of a pass, and where no matrix of scores is formed.
+        size, n_keys = rows.ids.shape[1], self.mask.shape[1]
+        one_piece = self.facts.rotary_limit is not None or is_fused(self.model, size, n_keys)
+        if self.in_pieces and not one_piece:
+            size = max(1, PROMPT_SCORES // (len(layouts) * self.model.cfg.n_heads * n_keys))
         logits = [
-            self._forward(rows.ids[:, piece], rows.positions[:, piece], keep)
-            for piece in self._pieces(rows.ids, self.mask.shape[1])
+            self._forward(ids, positions, keep)
+            for ids, positions in zip(
+                rows.ids.split(size, dim=1), rows.positions.split(size, dim=1), strict=True
+            )
         ]
         return torch.cat(logits, dim=1)[:, -keep:]
 
-    def start_after_prefix(
-        self, layouts: Sequence[Layout], prefixes: Sequence[SoftPrefix | None]
-    ) -> None:
-        """Start with soft prefixes of one length alone, so that `read_tokens` begins with BOS."""
-        device = self.model.cfg.device
-        self.mask = torch.ones(len(layouts), layouts[0].soft, dtype=torch.long, device=device)
-        self.positions = torch.tensor(bos_positions(layouts, prefixes), device=device)[:, None]
-        self._open(layouts, prefixes)
-
-    def _open(
-        self, layouts: Sequence[Layout], prefixes: Sequence[SoftPrefix | None] | None
-    ) -> None:
-        check_readable(self.model, layouts)
-        capacity, shared = len(layouts[0]), facts_of(self.model).backend != "plain"
-        layers = new_cache_layers(self.model, lambda: SlotLayer(capacity, shared))
-        soft = soft_keys_and_values(self.model, layouts, prefixes)
-        if soft is not None:
-            for layer, keys, values in zip(layers, *soft, strict=True):
-                layer.update(keys, values)
-        self.cache = Cache(layers=layers)
-
     def expand(self, index: Int[Tensor, " expanded"], capacity: int) -> None:
-        for i, layer in enumerate(self.cache.layers):
-            if isinstance(layer, SlotLayer):
-                self.cache.layers[i] = layer.expand(index, capacity)
-            else:
-                layer.reorder_cache(index)
+        self._select(index, capacity)
         room = self.mask.new_ones((len(index), capacity - self.mask.shape[1]))
         self.mask = torch.cat([self.mask[index], room], dim=1)
         self.positions = self.positions[index]
@@ -376,105 +310,153 @@ class BridgeRows(_CachedRows):
 
         A query's slot then gives its l where the rows' texts had unequal lengths, too.
         """
-        n_tokens = list(map(len, texts))
-        slots, mask = _slots_to_keep(self.mask, n_tokens)
+        width, device = max(map(len, texts)), self.mask.device
+        self.positions = torch.tensor([[len(ids)] for ids in texts], device=device)
+        token = torch.arange(width, device=device) - (width - self.positions)  # row kept
+        # A row's first token lies in its first live slot; a token below 0 is padding.
+        slots = (self.mask.argmax(1, keepdim=True) + token).clamp(min=0)
+        room = self.mask.new_ones(len(texts), capacity - width)
+        self.mask = torch.cat([(token >= 0).long(), room], dim=1)
+        self._keep(slots, capacity)
+
+
+class BridgeRows(CachedRows):
+    """Rows of a TransformerBridge or a `TransformersModel`.
+
+    Attributes:
+        shift: Added to the positions of every pass.
+    """
+
+    shift = 0
+
+    def _forward(
+        self, ids: Tensor, positions: Tensor, keep: int = 1
+    ) -> Float[Tensor, "row query vocab"]:
+        used = self.cache.get_seq_length() + ids.shape[1]
+        if self.facts.window is not None:
+            check_window(self.facts.window, self.layouts, used)
+        if self.facts.network.training:
+            check_no_checkpointing(self.facts.network)
+        logits = self.model(
+            ids,
+            attention_mask=self.mask[:, :used],
+            position_ids=positions + self.shift,
+            logits_to_keep=keep,
+            **{self.facts.cache_name: self.cache},
+        )[:, -keep:]
+        if self.cache.get_seq_length() != used:
+            raise dropped_cache(self.facts.network)
+        return logits
+
+    def start_after_prefix(
+        self, layouts: Sequence[Layout], prefixes: Sequence[SoftPrefix | None]
+    ) -> None:
+        """Start with soft prefixes of one length alone, so that `read_tokens` begins with BOS."""
+        device = self.model.cfg.device
+        self.mask = torch.ones(len(layouts), layouts[0].soft, dtype=torch.long, device=device)
+        self.positions = torch.tensor(bos_positions(layouts, prefixes), device=device)[:, None]
+        self._open(layouts, prefixes)
+
+    def _open(
+        self, layouts: Sequence[Layout], prefixes: Sequence[SoftPrefix | None] | None
+    ) -> None:
+        check_readable(self.model, layouts)
+        # In half precision a CPU's product with a view also differs where no head is shared.
+        half = self.facts.dtype.itemsize < 4
+        grouped = half or self.facts.n_kv_heads < self.facts.n_heads
+        capacity, shared = len(layouts[0]), grouped and self.facts.backend != "plain"
+        layers = new_cache_layers(self.model, lambda: SlotLayer(capacity, shared))
+        soft = soft_keys_and_values(self.model, layouts, prefixes)
+        if soft is not None:
+            for layer, keys, values in zip(layers, *soft, strict=True):
+                layer.update(keys, values)
+        self.cache = Cache(layers=layers)
+
+    def _select(self, index: Int[Tensor, " expanded"], capacity: int) -> None:
+        for i, layer in enumerate(self.cache.layers):
+            if isinstance(layer, SlotLayer):
+                self.cache.layers[i] = layer.expand(index, capacity)
+            else:
+                layer.reorder_cache(index)
+
+    def _keep(self, slots: Int[Tensor, "row kept"], capacity: int) -> None:
         for i, layer in enumerate(self.cache.layers):
             if isinstance(layer, SlotLayer):  # others keep nothing of their own
                 self.cache.layers[i] = layer.pack(slots, capacity)
-        self.mask = torch.cat([mask, mask.new_ones(len(mask), capacity - mask.shape[1])], dim=1)
-        self.positions = torch.tensor(n_tokens, device=mask.device)[:, None]
 
     def crop(self, n: int) -> None:
-        """Remove the last `n` tokens of each row."""
         for layer in self.cache.layers:
             if isinstance(layer, SlotLayer):
                 layer.used -= n
             elif hasattr(layer, "conv_states"):  # others keep nothing of their own
                 raise LayoutError(
                     "phase 'predicting_only' reads tokens twice, and the recurrent or convolutional"
-                    f" layers of {type(facts_of(self.model).network).__name__} cannot forget one;"
-                    " use phase 'last_query'"
+                    f" layers of {type(self.facts.network).__name__} cannot forget one; use"
+                    " phase 'last_query'"
                 )
         self.positions = self.positions - n
 
 
-class HookedRows(_CachedRows):
+class HookedRows(CachedRows):
     """Rows of a HookedTransformer, which derives positions from its own cache and mask: soft slots
     always shift them."""
 
-    def prompt_pass(
-        self,
-        layouts: Sequence[Layout],
-        prefixes: Sequence[SoftPrefix | None] | None = None,
-        keep: int = 1,
-    ) -> Float[Tensor, "row query vocab"]:
+    def _open(
+        self, layouts: Sequence[Layout], prefixes: Sequence[SoftPrefix | None] | None
+    ) -> None:
         from transformer_lens.cache.key_value_cache import TransformerLensKeyValueCache
 
         check_readable(self.model, layouts)
-        _, ids, mask, _ = PaddedRows.of(layouts, self.model.cfg.device)
-        self.layouts = layouts
-        check_window(self.model, layouts, len(layouts[0]))
         self.cache = TransformerLensKeyValueCache.init_cache(
-            self.model.cfg, self.model.cfg.device, len(ids)
+            self.model.cfg, self.model.cfg.device, len(layouts)
         )
         soft = soft_keys_and_values(self.model, layouts, prefixes)
-        if soft is not None:
-            unshifted = [
-                prefix
-                for prefix in prefixes or ()
-                if prefix is not None and not prefix.card.shifted
-            ]
-            if unshifted:
-                raise PrefixError(
-                    f"{unshifted[0]!r} needs positions that start at 0, and a HookedTransformer's"
-                    " always follow its cache; use TransformerBridge, or a prefix trained with"
-                    f" shifted positions ({parameter('shifted', 'true', 'set')})"
-                )
-            n_slots = soft.shape[4]
-            for entry, block, keys, values in zip(
-                self.cache.entries, self.model.blocks, *soft.transpose(3, 4), strict=True
-            ):
-                entry.past_keys, entry.past_values = _before_rotation(block.attn, keys), values
-            self.cache.previous_attention_mask = mask[:, :n_slots]
-            mask = mask[:, n_slots:]
-        logits = [
-            self.model(ids[:, piece], attention_mask=mask[:, piece], past_kv_cache=self.cache)[
-                :, -keep:
-            ]
-            for piece in self._pieces(ids, len(layouts[0]))
+        if soft is None:
+            return
+        unshifted = [
+            prefix for prefix in prefixes or () if prefix is not None and not prefix.card.shifted
         ]
-        return torch.cat(logits, dim=1)[:, -keep:]
+        if unshifted:
+            raise PrefixError(
+                f"{unshifted[0]!r} needs positions that start at 0, and a HookedTransformer's"
+                " always follow its cache; use TransformerBridge, or a prefix trained with"
+                f" shifted positions ({parameter('shifted', 'true', 'set')})"
+            )
+        for entry, block, keys, values in zip(
+            self.cache.entries, self.model.blocks, *soft.transpose(3, 4), strict=True
+        ):
+            entry.past_keys, entry.past_values = _before_rotation(block.attn, keys), values
+        self.cache.previous_attention_mask = self.mask[:, : soft.shape[4]]
 
-    def expand(self, index: Int[Tensor, " expanded"], capacity: int) -> None:
+    def _forward(
+        self, ids: Tensor, positions: Tensor, keep: int = 1
+    ) -> Float[Tensor, "row query vocab"]:
+        first = self.cache.previous_attention_mask.shape[1]
+        used = first + ids.shape[1]
+        check_window(self.facts.window, self.layouts, used)
+        return self.model(ids, attention_mask=self.mask[:, first:used], past_kv_cache=self.cache)[
+            :, -keep:
+        ]
+
+    def _select(self, index: Int[Tensor, " expanded"], capacity: int) -> None:
         for entry in self.cache.entries:
             entry.past_keys, entry.past_values = entry.past_keys[index], entry.past_values[index]
         self.cache.previous_attention_mask = self.cache.previous_attention_mask[index]
 
-    def read_tokens(
-        self, tokens: Int[Tensor, "row query"], keep: int = 1
-    ) -> Float[Tensor, "row last vocab"]:
-        read = self.cache.previous_attention_mask.shape[1] + tokens.shape[1]
-        check_window(self.model, self.layouts, read)
-        return self.model(tokens, attention_mask=torch.ones_like(tokens), past_kv_cache=self.cache)[
-            :, -keep:
-        ]
-
-    def pack(self, texts: Sequence[Sequence[int]], capacity: int) -> None:
-        """As of `BridgeRows`."""
-        slots, mask = _slots_to_keep(self.cache.previous_attention_mask, list(map(len, texts)))
-        row = torch.arange(len(texts), device=slots.device)[:, None]
+    def _keep(self, slots: Int[Tensor, "row kept"], capacity: int) -> None:
+        row = torch.arange(len(slots), device=slots.device)[:, None]
         for entry in self.cache.entries:
             entry.past_keys, entry.past_values = (
                 entry.past_keys[row, slots],
                 entry.past_values[row, slots],
             )
-        self.cache.previous_attention_mask = mask
+        self.cache.previous_attention_mask = self.mask[:, : slots.shape[1]]
 
     def crop(self, n: int) -> None:
-        """Remove the last `n` tokens of each row."""
         for entry in self.cache.entries:
             entry.past_keys, entry.past_values = entry.past_keys[:, :-n], entry.past_values[:, :-n]
         self.cache.previous_attention_mask = self.cache.previous_attention_mask[:, :-n]
+        self.positions = self.positions - n
 
 
 def _before_rotation(
@@ -488,54 +470,15 @@ def _before_rotation(
         table[: keys.shape[1], None].to(keys.device, torch.promote_types(keys.dtype, torch.float32))
         for table in (attention.rotary_cos, attention.rotary_sin)
     )
-    turned, others = keys.tensor_split([cos.shape[2]], dim=3)
+    turned, unturned = keys.tensor_split([cos.shape[2]], dim=3)
     back = turned * cos - attention.rotate_every_two(turned) * sin
-    return torch.cat([(back / (cos**2 + sin**2)).to(keys.dtype), others], dim=3)
+    return torch.cat([(back / (cos**2 + sin**2)).to(keys.dtype), unturned], dim=3)
 
 
-class RecomputedRows:
-    """Rows without a cache.
+class WrappedRows(Rows):
+    """Rows that read as others do, but for what a subclass changes."""
 
-    Every step reads the whole text, for interventions that change earlier tokens' activations.
-    """
-
-    def __init__(self, model: Model) -> None:
-        self.model = model
-
-    def prompt_pass(
-        self,
-        layouts: Sequence[Layout],
-        prefixes: Sequence[SoftPrefix | None] | None = None,
-        keep: int = 1,
-    ) -> Float[Tensor, "row query vocab"]:
-        self.layouts = list(layouts)
-        self.prefixes = list(prefixes or [None] * len(layouts))
-        return new_rows(self.model).prompt_pass(self.layouts, self.prefixes, keep)
-
-    def expand(self, index: Int[Tensor, " expanded"], capacity: int) -> None:
-        rows = index.tolist()
-        self.layouts, self.prefixes = (
-            [self.layouts[row] for row in rows],
-            [self.prefixes[row] for row in rows],
-        )
-
-    def read_tokens(
-        self, tokens: Int[Tensor, "row query"], keep: int = 1
-    ) -> Float[Tensor, "row last vocab"]:
-        self.layouts = [
-            replace(layout, ids=layout.ids + tuple(more))
-            for layout, more in zip(self.layouts, tokens.tolist(), strict=True)
-        ]
-        return new_rows(self.model).prompt_pass(self.layouts, self.prefixes, keep)
-
-
-class RereadRows:
-    """Rows that read their last token again together with the next one.
-
-    The query that predicts a token is then the last of its pass, where phase "predicting_only"
-    acts, and a token's cached keys and values come from a pass in which it was not the last."""
-
-    def __init__(self, rows: BridgeRows | HookedRows) -> None:
+    def __init__(self, rows: Rows) -> None:
         self.rows = rows
 
     def prompt_pass(
@@ -544,13 +487,38 @@ class RereadRows:
         prefixes: Sequence[SoftPrefix | None] | None = None,
         keep: int = 1,
     ) -> Float[Tensor, "row query vocab"]:
-        logits = self.rows.prompt_pass(layouts, prefixes, keep)
+        return self.rows.prompt_pass(layouts, prefixes, keep)
+
+    def expand(self, index: Int[Tensor, " expanded"], capacity: int) -> None:
+        self.rows.expand(index, capacity)
+
+    def read_tokens(
+        self, tokens: Int[Tensor, "row query"], keep: int = 1
+    ) -> Float[Tensor, "row last vocab"]:
+        return self.rows.read_tokens(tokens, keep)
+
+
+class RereadRows(WrappedRows):
+    """Rows that read their last token again together with the next one.
+
+    The query that predicts a token is then the last of its pass, where phase "predicting_only"
+    acts, and a token's cached keys and values come from a pass in which it was not the last."""
+
+    rows: CachedRows
+
+    def prompt_pass(
+        self,
+        layouts: Sequence[Layout],
+        prefixes: Sequence[SoftPrefix | None] | None = None,
+        keep: int = 1,
+    ) -> Float[Tensor, "row query vocab"]:
+        logits = super().prompt_pass(layouts, prefixes, keep)
         self.rows.crop(1)
         self.last = torch.tensor([[layout.ids[-1]] for layout in layouts], device=logits.device)
         return logits
 
     def expand(self, index: Int[Tensor, " expanded"], capacity: int) -> None:
-        self.rows.expand(index, capacity)
+        super().expand(index, capacity)
         self.last = self.last[index.to(self.last.device)]
 
     def read_tokens(
@@ -564,6 +532,6 @@ class RereadRows:
         return torch.cat(logits[-keep:], dim=1)
 
     def pack(self, texts: Sequence[Sequence[int]], capacity: int) -> None:
-        """As of `BridgeRows`."""
+        """As of `CachedRows`."""
         self.rows.pack([ids[:-1] for ids in texts], capacity)
         self.last = torch.tensor([[ids[-1]] for ids in texts], device=self.last.device)

@@ -32,12 +32,6 @@ class CachedHeads(Tensor):
     repeats = 1
 
     @classmethod
-    def of(cls, heads: Tensor) -> Tensor:
-        """The heads as such a view; a tensor of another class, such as a distributed one, is
-        returned unchanged."""
-        return heads.as_subclass(cls) if type(heads) is Tensor else heads
-
-    @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
@@ -51,7 +45,7 @@ class CachedHeads(Tensor):
                 if func is Tensor.transpose and args[1:] in ((-2, -1), (2, 3)):
                     return cls._repeated(view.transpose(-2, -1), view.repeats)
                 if view.repeats == 1 and func in (Tensor.__getitem__, Tensor.expand):
-                    return cls.of(func(*args, **kwargs))
+                    return func(*args, **kwargs).as_subclass(cls)
                 if func is Tensor.reshape and view.dim() == len(args) == 5 and view.stride(2) == 0:
                     # repeat_kv's last step: (row, kv_head, repeat, slot, d_head) becomes (row,
                     # head, slot, d_head)
@@ -74,7 +68,8 @@ class SlotLayer(CacheLayerMixin):
     """Keys and values of one layer in a buffer that is written in place and read as a view.
 
     Args:
-        shared: Give the model views whose repetition costs nothing (`CachedHeads`).
+        shared: Query heads share a key-value head: give the model views whose repetition costs
+            nothing (`CachedHeads`).
     """
 
     is_sliding = False
@@ -109,7 +104,9 @@ class SlotLayer(CacheLayerMixin):
         self.values[:, :, self.used : end] = value_states
         self.used = end
         keys, values = self.keys[:, :, :end], self.values[:, :, :end]
-        return (CachedHeads.of(keys), CachedHeads.of(values)) if self.shared else (keys, values)
+        if self.shared and type(keys) is Tensor:  # a distributed tensor is none
+            return keys.as_subclass(CachedHeads), values.as_subclass(CachedHeads)
+        return keys, values
 
     def expand(self, index: Int[Tensor, " expanded"], capacity: int) -> SlotLayer:
         wider = SlotLayer(capacity, self.shared)

@@ -28,9 +28,9 @@ from lapa2_interp.bias.augmentation import (
 from lapa2_interp.bias.layer_types import LayerType, describe_layers, describe_runs
 from lapa2_interp.bias.layout import Layout
 from lapa2_interp.bias.recipes import parse_recipes
-from lapa2_interp.models.attention_interface import AUTO_SCORES, check_matrix_fits
+from lapa2_interp.models.attention_interface import check_matrix_fits
 from lapa2_interp.models.blocks import has_open_block
-from lapa2_interp.models.facts import Model, facts_of
+from lapa2_interp.models.facts import AUTO_SCORES, Model, facts_of
 from lapa2_interp.models.positions import rows_problem
 from lapa2_interp.models.rotary import refuse_mixed_rotary
 

@@ -228,7 +228,7 @@ class StaticRows(BridgeRows):
     ) -> Float[Tensor, "row query vocab"]:
         step = self.step
         first, width = step.first, bucket(step.first + 1)
-        check_window(self.model, self.layouts, first + 1)
+        check_window(self.facts.window, self.layouts, first + 1)
         step.tokens.copy_(ids)
         step.positions.copy_(positions)
         is_new = width not in step.passes

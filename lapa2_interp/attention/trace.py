@@ -23,6 +23,7 @@ forward pass; attention rows are stored only for the (layer, head) pairs in `pat
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
@@ -30,6 +31,23 @@ import numpy as np
 if TYPE_CHECKING:
     import pandas as pd
     import xarray as xr
+
+
+@dataclass(frozen=True)
+class TracedTexts:
+    """Texts of a batch or of a cell.
+
+    Attributes:
+        texts: One row per sample: prompt, attribute, sample, text (as it is scored),
+            continuation, tokens, n_tokens, finish ("length", "end", or "empty" where no token was
+            left to draw). Of chats of several turns one row per answer, with turn, message and
+            context (`generation.turns`).
+        trace: The recorded attention, sample i being row i; None without one.
+    """
+
+    texts: pd.DataFrame
+    trace: xr.Dataset | None
+
 
 TraceKind = Literal["none", "pooled", "full"]
 NEAREST = (2, 4, 6, 8)

@@ -27,9 +27,10 @@ from torch import Tensor
 from tqdm import tqdm
 
 from lapa2_interp._util.errors import CircuitError, unknown_choice
-from lapa2_interp.attention.cache import BridgeRows, soft_inputs
+from lapa2_interp.attention.cache import BridgeRows
 from lapa2_interp.attention.cached_heads import SlotLayer
 from lapa2_interp.attention.hooked import augmented
+from lapa2_interp.attention.soft_arguments import soft_inputs
 from lapa2_interp.bias.augmentation import (
     Augmentation,
     AugmentationLike,

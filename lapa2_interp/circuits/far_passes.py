@@ -21,8 +21,8 @@ from lapa2_interp.bias.layout import Layout
 from lapa2_interp.circuits.edits import read_prefixes
 from lapa2_interp.circuits.examples import ContrastExample
 from lapa2_interp.methods.registry import HIDDEN
-from lapa2_interp.models.attention_interface import decided_path, read_without_matrix
-from lapa2_interp.models.facts import Model
+from lapa2_interp.models.attention_interface import read_without_matrix
+from lapa2_interp.models.facts import Model, decided_path
 from lapa2_interp.models.span_attention import SCORES_AT_ONCE
 
 

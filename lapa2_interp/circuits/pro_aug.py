@@ -30,8 +30,8 @@ from torch import Tensor
 
 from lapa2_interp._util.errors import CircuitError, parameter
 from lapa2_interp._util.values import Count, numbers_checked
-from lapa2_interp.attention.cache import prompt_log_likelihood, soft_inputs
 from lapa2_interp.attention.hooked import edit_scores
+from lapa2_interp.attention.soft_arguments import soft_inputs
 from lapa2_interp.bias.layout import Layout
 from lapa2_interp.bias.places import head_pairs
 from lapa2_interp.circuits.contrast_set import words_in_order
@@ -41,6 +41,7 @@ from lapa2_interp.circuits.gradients import recorded_gradients
 from lapa2_interp.circuits.guard import check_gradients
 from lapa2_interp.circuits.metrics import Metric, Predictions, one_metric
 from lapa2_interp.circuits.units import all_heads, head_mask
+from lapa2_interp.generation.loop import prompt_log_likelihood
 from lapa2_interp.methods.base import FLOOR, BatchStart, Branch, Method, Prepared, SoftPrefixKey
 from lapa2_interp.methods.registry import get_for_task, load_task
 from lapa2_interp.models.facts import Model, facts_of

@@ -25,7 +25,7 @@ from lapa2_interp.models.machine import Attn
 if TYPE_CHECKING:
     import pandas as pd
 
-    from lapa2_interp.generation.plan import BatchPlan
+    from lapa2_interp.generation.batch import BatchPlan
     from lapa2_interp.models.facts import Model
     from lapa2_interp.runs.attention import Attention
 

@@ -8,7 +8,7 @@ the model's size and the cards of soft prefixes. A sweep arranges its cells befo
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -19,7 +19,7 @@ from lapa2_interp.bias.chat_template import PLACEHOLDER, texts_around_answers
 from lapa2_interp.bias.layer_types import LayerType, distinct_types
 from lapa2_interp.bias.layout import Layout
 from lapa2_interp.generation.cell import Cell
-from lapa2_interp.methods.base import Branch, Prepared
+from lapa2_interp.methods.base import Prepared
 from lapa2_interp.models.card import ModelCard
 from lapa2_interp.models.facts import check_rotary_side
 from lapa2_interp.models.sizes import ModelSize
@@ -82,12 +82,12 @@ def arrange(
             the model's context, or crosses a switch of its rotary factors.
         AugmentationError: Layers or heads the model does not have.
     """
-    method, branches = cell.decoding_method, cell.branches
+    method, branches, prompts = cell.decoding_method, cell.branches, cell.prompts
     open_texts = prepared is None and method.prepares
-    preparations = [Prepared()] * len(cell.prompts) if prepared is None else prepared
+    preparations = [Prepared()] * len(prompts) if prepared is None else prepared
     augmentations = cell.branch_augmentations
     steps, counts = [], []
-    for prompt in cell.prompts:
+    for prompt in prompts:
         n = len(tokenizer(prompt, add_special_tokens=False).input_ids)
         counts.append(n)
         steps.append(cell.length - n if cell.task.length_counts_prompt else cell.length)
@@ -101,7 +101,7 @@ def arrange(
         raise LayoutError("a chat's template writes its first token; leave doubled_bos out")
     if cell.keeps_turns:
         _check_kept_turns(cell)
-    layouts, later_keys = [], [0] * len(cell.prompts)
+    layouts, later_keys = [], [0] * len(prompts)
     for branch, augmentation in zip(branches, augmentations, strict=True):
         reached: list[tuple[Augmentation, list[LayerType]]] = []
         for active in active_augmentations(augmentation):
@@ -110,13 +110,16 @@ def arrange(
                 (active, distinct_types([size.layer_types[i] for i in layers if size.layer_types]))
             )
         of_branch = []
-        for i, (prompt, own, new) in enumerate(zip(cell.prompts, preparations, steps, strict=True)):
+        by_prompt = zip(prompts, preparations, steps, strict=True)
+        for i, (prompt, prepared_text, new) in enumerate(by_prompt):
             if branch.chat is not None:
                 chat = branch.chat.filled(prompt=prompt)
                 branch_layout = chat_layout(tokenizer, chat)
                 later_keys[i] = _later_keys(tokenizer, chat, branch_layout, cell)
             else:
-                text = _text(branch, own, open_texts)
+                text = prepared_text.prefixes.get(branch.name, branch.prefix)
+                if open_texts or not isinstance(text, str):
+                    text = None  # the prompt alone, or after a soft prefix
                 slots = soft_slots.get(branch.name, 0)
                 branch_layout = layout(
                     tokenizer,
@@ -126,12 +129,12 @@ def arrange(
                     doubled_bos=cell.doubled_bos,
                     start=cell.start,
                 )
-                if own.reminder is not None:
-                    later_keys[i] = own.reminder.n_keys(new)
+                if prepared_text.reminder is not None:
+                    later_keys[i] = prepared_text.reminder.n_keys(new)
             keys = len(branch_layout) + later_keys[i]
             if keys + new > size.n_ctx:
                 turns = f" before the last of {cell.n_turns} answers" * (cell.n_turns > 1)
-                turns += " and reminders" * (own.reminder is not None)
+                turns += " and reminders" * (prepared_text.reminder is not None)
                 raise LayoutError(
                     f"{keys} tokens of BOS, prefix and prompt ({prompt[:40]!r}){turns} and"
                     f" {new} new ones exceed the context of {size.n_ctx} of {cell.model}; shorten"
@@ -144,7 +147,7 @@ def arrange(
             of_branch.append(branch_layout)
         layouts.append(tuple(of_branch))
     for prompt, new, later, of_prompt in zip(
-        cell.prompts, steps, later_keys, zip(*layouts, strict=True), strict=True
+        prompts, steps, later_keys, zip(*layouts, strict=True), strict=True
     ):
         if not open_texts:
             read = method.reads_prompt
@@ -160,7 +163,7 @@ def arrange(
             reading = ", which reads the probability of the prompt" * read
             what = f"{prompt[:40]!r} under {method.name}{reading}"
             check_rotary_side(size.short_ctx, min(firsts), last, what)
-    streams = cell.prompts
+    streams = prompts
     if branches[0].chat is not None:
         streams = tuple(map(chat_stream, layouts[0]))
     return Arrangement(
@@ -221,10 +224,3 @@ def pieces_of_chat(tokenizer: PreTrainedTokenizerBase, chat: ChatForm) -> list[s
     """
     turns = [chat.messages_after([PLACEHOLDER] * turn) for turn in range(chat.n_turns)]
     return texts_around_answers(tokenizer, turns, chat.template)
-
-
-def _text(branch: Branch, prepared: Prepared, is_open: bool) -> str | None:
-    """The text in front of a prompt: the branch's, or what was prepared for this prompt."""
-    if branch.name in prepared.prefixes:
-        branch = replace(branch, prefix=prepared.prefixes[branch.name])
-    return branch.prefix if isinstance(branch.prefix, str) and not is_open else None

@@ -25,7 +25,13 @@ def as_axis(value: Any) -> list[Any]:
 def product(fields: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """Points of a block, of which each field is a value or a list of values, and each part of a
     table (`axes_of_table`), too."""
-    return _combinations({name: _values(name, value) for name, value in fields.items()})
+    axes: dict[str, list[Any]] = {}
+    for name, value in fields.items():
+        axes[name] = []
+        for one in value if isinstance(value, list) else [value]:
+            is_table = name in TABLES and isinstance(one, Mapping)
+            axes[name] += _combinations(axes_of_table(name, one)) if is_table else [one]
+    return _combinations(axes)
 
 
 def size_of_product(fields: Mapping[str, Any]) -> int:
@@ -55,21 +61,14 @@ def axes_of_table(name: str, value: Any) -> dict[str, list[Any]]:
     """
     axes = {}
     for part, values in value.items() if isinstance(value, Mapping) else ():
-        known = name == "augmentation" and part in Augmentation.model_fields
+        is_field = name == "augmentation" and part in Augmentation.model_fields
         one = (
-            not isinstance(values, list) or part == "label" or (known and is_value_of(part, values))
+            not isinstance(values, list)
+            or part == "label"
+            or (is_field and is_value_of(part, values))
         )
         axes[part] = [values] if one else _not_empty(f"{name}.{part}", values)
     return axes
-
-
-def _values(name: str, value: Any) -> Iterator[Any]:
-    """The values of a setting of a block."""
-    for one in as_axis(value):
-        if name in TABLES and isinstance(one, Mapping):
-            yield from _combinations(axes_of_table(name, one))
-        else:
-            yield one
 
 
 def _combinations(axes: Mapping[str, Iterable[Any]]) -> Iterator[dict[str, Any]]:

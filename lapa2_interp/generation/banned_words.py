@@ -44,9 +44,11 @@ def vocabulary_texts(
     Args:
         without_marks: Special tokens have no text, as in the answers of a chat.
     """
-    before = tokenizer(BEFORE, add_special_tokens=False).input_ids
-    pairs = [[*before, token] for token in range(len(tokenizer))]
-    head, *pair_texts = tokenizer.batch_decode([before, *pairs], clean_up_tokenization_spaces=False)
+    front_ids = tokenizer(BEFORE, add_special_tokens=False).input_ids
+    pairs = [[*front_ids, token] for token in range(len(tokenizer))]
+    head, *pair_texts = tokenizer.batch_decode(
+        [front_ids, *pairs], clean_up_tokenization_spaces=False
+    )
     marks = set(tokenizer.all_special_ids) if without_marks else set()
     return tuple(
         "" if token in marks else text[len(head) :] for token, text in enumerate(pair_texts)
@@ -105,7 +107,7 @@ class BannedWords:
 
     def mask(self, log_weights: Float[Tensor, "sample vocab"]) -> Float[Tensor, "sample vocab"]:
         """Tokens that would complete a banned word get the log-weight -inf."""
-        tokens = [self.tokens(before) for before in self.ends]
+        tokens = [self.tokens(unfinished) for unfinished in self.ends]
         sample = torch.arange(len(tokens)).repeat_interleave(torch.tensor(list(map(len, tokens))))
         where = (sample.to(log_weights.device), torch.cat(tokens).to(log_weights.device))
         return log_weights.index_put(where, log_weights.new_tensor(-torch.inf))
@@ -113,8 +115,8 @@ class BannedWords:
     def advance(self, tokens: Sequence[int]) -> None:
         """Go on behind the token that each sample has drawn."""
         self.ends = [
-            last_word(normalize_text(before + self._text(token)).lower())
-            for before, token in zip(self.ends, tokens, strict=True)
+            last_word(normalize_text(unfinished + self._text(token)).lower())
+            for unfinished, token in zip(self.ends, tokens, strict=True)
         ]
 
     def _text(self, token: int) -> str:
@@ -133,7 +135,7 @@ def _tokens_with(
 ) -> tuple[tuple[int, ...], Mapping[str, tuple[int, ...]]]:
     """Tokens that say a word behind any text, as " positive" does; and, by what they begin with,
     those that begin with a word or the end of one."""
-    wanted = {word[i:] for word in words for i in range(len(word))}
+    endings_of_words = {word[i:] for word in words for i in range(len(word))}
     inside: list[int] = []
     beginnings: dict[str, tuple[int, ...]] = {}
     for token, text in enumerate(spelled):
@@ -141,6 +143,6 @@ def _tokens_with(
         first = word_continuation(read)
         if set(words_of(read[len(first) :])) & set(words):
             inside.append(token)
-        elif first in wanted:
+        elif first in endings_of_words:
             beginnings[first] = (*beginnings.get(first, ()), token)
     return tuple(inside), beginnings

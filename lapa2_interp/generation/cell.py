@@ -212,7 +212,7 @@ class Cell(BaseModel):
     @property
     def n_texts(self) -> int:
         """Number of texts: samples of every prompt, and of a chat one for each turn."""
-        return self.samples * len(self.prompts) * self.n_turns
+        return self.samples * len(self.task.prompts.texts) * self.n_turns
 
     @property
     def keeps_turns(self) -> bool:
@@ -275,9 +275,9 @@ class Cell(BaseModel):
             for name, value in self.parameters.items()
             if default.get(name) != value
         ]
-        own, others = self.task.attributes, usual.attributes if built_in else {}
-        if self.parameters.get("prefixes", "hard") == "hard" and own != others:
-            forms = [_with_slot(attribute.prefix, name) for name, attribute in own.items()]
+        attributes, usual_attributes = self.task.attributes, usual.attributes if built_in else {}
+        if self.parameters.get("prefixes", "hard") == "hard" and attributes != usual_attributes:
+            forms = [_with_slot(attribute.prefix, name) for name, attribute in attributes.items()]
             changed.append(f"prefix {' / '.join(dict.fromkeys(forms))}")
         none = MethodSettings()
         texts = self.task.methods.get(self.method, none).texts

@@ -13,7 +13,6 @@ The formulas are in `methods.freectrl`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
 import pandas as pd
@@ -22,17 +21,17 @@ from torch import Tensor
 from tqdm import tqdm
 
 from lapa2_interp._util.progress import hidden_bar
-from lapa2_interp.attention.cache import RecomputedRows
+from lapa2_interp.attention.cache import rows_in_memory
 from lapa2_interp.attention.neurons import set_neurons
-from lapa2_interp.attention.trace import concat_traces, join_traces
-from lapa2_interp.bias.layout import Layout
-from lapa2_interp.generation.plan import BatchPlan, DecodedBatch, DecodeLoop, rows_in_memory
+from lapa2_interp.attention.recomputed_rows import RecomputedRows
+from lapa2_interp.attention.trace import TracedTexts, concat_traces, join_traces
+from lapa2_interp.generation.batch import Batch, BatchPlan
+from lapa2_interp.generation.loop import decode_samples
 from lapa2_interp.methods.freectrl import ControlCentre, FreeCtrl, TextMonitor
 from lapa2_interp.models.facts import Model, facts_of
-from lapa2_interp.prefixes.soft_prefix import SoftPrefix
 
 
-class ControlledRows:
+class ControlledRows(RecomputedRows):
     """Rows without a cache, whose every pass has the control centre's neurons set.
 
     Args:
@@ -40,65 +39,48 @@ class ControlledRows:
     """
 
     def __init__(self, model: Model, method: FreeCtrl, controls: Sequence[ControlCentre]) -> None:
-        self.model, self.method, self.rows = model, method, RecomputedRows(model)
-        self.monitor = TextMonitor.of(controls)
-
-    def prompt_pass(
-        self,
-        layouts: Sequence[Layout],
-        prefixes: Sequence[SoftPrefix | None] | None = None,
-        keep: int = 1,
-    ) -> Float[Tensor, "row query vocab"]:
-        with self._neurons_set():
-            return self.rows.prompt_pass(layouts, prefixes, keep)
+        super().__init__(model)
+        self.method, self.monitor = method, TextMonitor.of(controls)
 
     def expand(self, index: Int[Tensor, " expanded"], capacity: int) -> None:
-        self.rows.expand(index, capacity)
+        super().expand(index, capacity)
         self.monitor = self.monitor.expanded(index)
 
     def read_tokens(
         self, tokens: Int[Tensor, "row query"], keep: int = 1
     ) -> Float[Tensor, "row last vocab"]:
         self.monitor = self.monitor.read(tokens[:, 0])
-        with self._neurons_set():
-            return self.rows.read_tokens(tokens, keep)
+        return super().read_tokens(tokens, keep)
 
-    def _neurons_set(self) -> AbstractContextManager[None]:
+    def _read(self, keep: int) -> Float[Tensor, "row query vocab"]:
         if not (centre := self.monitor.control.centre):
-            return nullcontext()
-        return set_neurons(self.model, centre, self.monitor.value(self.method.u), self.method.at)
+            return super()._read(keep)
+        value = self.monitor.value(self.method.u)
+        with set_neurons(self.model, centre, value, self.method.at):
+            return super()._read(keep)
 
 
-def decode_freectrl(
-    model: Model,
-    plan: BatchPlan,
-    pairs: Sequence[tuple[int, int]],
-    bar: tqdm,
-    decode: DecodeLoop,
-) -> DecodedBatch:
+def decode_freectrl(model: Model, plan: BatchPlan, batch: Batch, bar: tqdm) -> TracedTexts:
     """The texts of a batch, each drawn until it is accepted; after the last trial a text stays
-    anyway.
-
-    Args:
-        decode: The loop, which draws the texts of a batch once.
-    """
-    method = plan.method
+    anyway."""
+    method, pairs = plan.method, batch.pairs
     assert isinstance(method, FreeCtrl)
     tables, traces, order = [], [], list[int]()
     at_once = len(pairs) if facts_of(model).backend != "hooked" else _hooked_rows(model, plan)
     for first in range(0, len(pairs), at_once):
         waiting = list(range(first, min(first + at_once, len(pairs))))
         for trial in range(method.trials):
-            batch = plan.assemble_batch([pairs[i] for i in waiting], trial)
-            controls = [prepared.known for prepared in batch.prepared]
+            tried = plan.assemble_batch([pairs[i] for i in waiting], trial)
+            controls = [prepared.known for prepared in tried.prepared]
             rows = ControlledRows(model, method, controls)
-            drawn = decode(model, plan, batch, bar if trial == 0 else hidden_bar(), rows)
+            of_trial = bar if trial == 0 else hidden_bar()
+            drawn = decode_samples(model, plan, tried, of_trial, rows)
             table = drawn.texts
             texts = table["prompt"] + table["continuation"]
             accepted = np.array(
                 [
                     trial + 1 == method.trials or method.accepts(controls[owner], text, tokens)
-                    for owner, text, tokens in zip(batch.owner, texts, table["tokens"], strict=True)
+                    for owner, text, tokens in zip(tried.owner, texts, table["tokens"], strict=True)
                 ]
             )
             order += [i for i, good in zip(waiting, accepted, strict=True) if good]
@@ -111,8 +93,8 @@ def decode_freectrl(
     in_order = np.argsort(order)
     table = pd.concat(tables, ignore_index=True).iloc[in_order].reset_index(drop=True)
     if not traces:
-        return DecodedBatch(table, None)
-    return DecodedBatch(table, join_traces([concat_traces(traces).isel(sample=in_order)], table))
+        return TracedTexts(table, None)
+    return TracedTexts(table, join_traces([concat_traces(traces).isel(sample=in_order)], table))
 
 
 def _hooked_rows(model: Model, plan: BatchPlan) -> int:

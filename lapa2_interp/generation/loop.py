@@ -11,77 +11,46 @@ For a batch of samples:
    sample, the token is appended to all branches of that sample.
 
 Every pass runs under the branch's augmentation (Algorithm 1) and is observed by the trace recorder.
-FreeCtrl and chats of several turns wrap the loop (`generation.freectrl`, `generation.turns`).
+The plan brings what wraps the loop (`batch.BatchPlan.driver`), and the method what changes the
+network meanwhile (`Method.intervene`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pandas as pd
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 from tqdm import tqdm
 
 from lapa2_interp._util.errors import MethodError, ModelError, parameter
 from lapa2_interp._util.progress import hidden_bar
-from lapa2_interp.attention.cache import Rows, new_rows, prompt_log_likelihood
+from lapa2_interp.attention.cache import Rows, new_rows
 from lapa2_interp.attention.continued_rows import continued_rows
 from lapa2_interp.attention.hooked import augmented
+from lapa2_interp.attention.interventions import BatchPasses
 from lapa2_interp.attention.recorder import Recorder
-from lapa2_interp.attention.reminded_rows import RemindedRows
-from lapa2_interp.attention.residual import shifted_residual
-from lapa2_interp.attention.trace import join_traces
+from lapa2_interp.attention.trace import TracedTexts, join_traces
+from lapa2_interp.bias.layout import Layout
 from lapa2_interp.bias.tokens import decode_answer, decode_continuation
 from lapa2_interp.generation.banned_words import BannedWords
-from lapa2_interp.generation.freectrl import decode_freectrl
-from lapa2_interp.generation.plan import Batch, BatchPlan, DecodedBatch
+from lapa2_interp.generation.batch import Batch, BatchPlan
 from lapa2_interp.generation.sampling import NOTHING, draw
-from lapa2_interp.generation.turns import decode_turns
 from lapa2_interp.methods.base import BatchStart, LogProbs, Method
-from lapa2_interp.methods.freectrl import FreeCtrl
-from lapa2_interp.models.attention_interface import decided_path
-from lapa2_interp.models.card import identify, prepacked_model
-from lapa2_interp.models.facts import Model, facts_of
-from lapa2_interp.models.load import accepts_model_name
+from lapa2_interp.models.facts import Model, decided_path, facts_of
+from lapa2_interp.models.prepacked import prepacked
 
 
-@dataclass
-class Ending:
-    """When and how the samples of a batch end; `n_tokens` starts as the planned steps of the
-    samples."""
-
-    n_tokens: list[int]
-    finish: list[str]
-
-    @classmethod
-    def at(cls, steps: Sequence[int]) -> Ending:
-        return cls(list(steps), ["length"] * len(steps))
-
-    def running(self, step: int) -> int:
-        """Samples that have this step."""
-        return sum(n > step for n in self.n_tokens)
-
-    def stop(self, which: Bool[Tensor, " sample"], at: int, how: str) -> None:
-        """End samples after `at` tokens, if the samples have not ended before."""
-        for i in which.nonzero()[:, 0].tolist():
-            if self.n_tokens[i] > at or (
-                self.n_tokens[i] == at and how == "end" and self.finish[i] == "length"
-            ):
-                self.n_tokens[i], self.finish[i] = at, how
-
-
-@accepts_model_name
 @torch.no_grad()
 def decode_batch(
     model: Model,
     plan: BatchPlan,
     pairs: Sequence[tuple[int, int]],
     progress: tqdm | None = None,
-) -> DecodedBatch:
+) -> TracedTexts:
     """Decode one batch of a plan. A text that ran out of tokens ends there, with `finish` "empty".
 
     Args:
@@ -94,47 +63,68 @@ def decode_batch(
     """
     bar = hidden_bar() if progress is None else progress
     widest = max(len(layout) for layouts in plan.arrangement.layouts for layout in layouts)
-    with prepacked_model(model), decided_path(model, widest, widest):
-        if isinstance(plan.method, FreeCtrl):
-            return decode_freectrl(model, plan, pairs, bar, _decode)
-        if plan.cell.n_turns > 1:
-            return decode_turns(model, plan, pairs, bar, _decode)
-        return _decode(model, plan, plan.assemble_batch(pairs), bar)
+    with (
+        prepacked(facts_of(model).network, plan.card.prepacking),
+        decided_path(model, widest, widest),
+    ):
+        return plan.driver(model, plan, plan.assemble_batch(pairs), bar)
 
 
-def _decode(
+def decode_samples(
     model: Model, plan: BatchPlan, batch: Batch, bar: tqdm, rows: Rows | None = None
-) -> DecodedBatch:
-    """The texts of a batch and their trace, read by these rows."""
-    ending, kind, recorder = Ending.at(batch.steps), plan.cell.trace, None
+) -> TracedTexts:
+    """The texts of a batch and their trace, drawn once.
+
+    Args:
+        rows: What reads them; new rows by default.
+    """
+    kind, recorder = plan.cell.trace, None
     if kind != "none":
         size = model.cfg.n_layers, model.cfg.n_heads
         recorder = Recorder(*size, kind, plan.cell.patterns, facts_of(model).layer_types)
     if rows is None:
         rows = new_rows(model, plan.rules)
-    if reminder := batch.prepared[0].reminder:
-        rows = RemindedRows(rows, reminder.ids, reminder.every, recorder)
-    with shifted_residual(model, batch.prepared[0].shifts, len(batch.layouts[0]) - 1):
-        drawn = list(_decode_steps(model, plan, batch, ending, recorder, rows, bar))
-    table = _text_table(model, plan, batch, torch.stack(drawn, dim=1), ending)  # sample step
+    passes = BatchPasses(model, rows, len(batch.layouts[0]) - 1, recorder)
+    with plan.method.intervene(passes, batch.prepared[0]):
+        tokens, n_tokens, finish = _decode_steps(model, plan, batch, passes.rows, recorder, bar)
+    texts = []
+    for i, (prompt, sample) in enumerate(batch.pairs):
+        new_ids = tokens[i, : n_tokens[i]].tolist()
+        prompt_text = plan.prompts[prompt]
+        if plan.cell.is_chat:
+            new = decode_answer(model.tokenizer, new_ids)
+        else:
+            new = decode_continuation(model.tokenizer, prompt_text, new_ids)
+        texts.append(
+            {
+                "prompt": prompt_text,
+                "attribute": plan.cell.attribute,
+                "sample": sample,
+                "text": prompt_text + new if plan.cell.task.length_counts_prompt else new,
+                "continuation": new,
+                "tokens": new_ids,
+                "n_tokens": n_tokens[i],
+                "finish": finish[i],
+            }
+        )
+    table = pd.DataFrame(texts)
     if recorder is None:
-        return DecodedBatch(table, None)
-    trace = recorder.dataset(batch.sample_layouts, plan.branches, ending.n_tokens)
-    return DecodedBatch(table, join_traces([trace], table))
+        return TracedTexts(table, None)
+    trace = recorder.dataset(batch.sample_layouts, plan.branches, n_tokens)
+    return TracedTexts(table, join_traces([trace], table))
 
 
 def _decode_steps(
     model: Model,
     plan: BatchPlan,
     batch: Batch,
-    ending: Ending,
-    recorder: Recorder | None,
     rows: Rows,
+    recorder: Recorder | None,
     bar: tqdm,
-) -> Iterator[Int[Tensor, " sample"]]:
-    """Decode one batch step by step; yields the tokens of each step and marks how samples end."""
-    ends = torch.tensor(identify(model).end_ids, dtype=torch.long)
-    n_steps, reminder = max(batch.steps), batch.prepared[0].reminder
+) -> tuple[Int[Tensor, "sample step"], list[int], list[str]]:
+    """Decode one batch step by step: the tokens that are drawn, and of each sample how many of them
+    are its text, and how it ends."""
+    n_steps = max(batch.steps)
     prompt_rules = [
         augmentation
         for augmentation in plan.arrangement.augmentations
@@ -156,12 +146,12 @@ def _decode_steps(
     logits = prompt_logits[expansion, -1]  # row vocab; from here on row = branch x sample
     del prompt_logits
 
-    blocked = ends.to(logits.device)
+    blocked = torch.tensor(plan.card.end_ids, dtype=torch.long, device=logits.device)
     banned = None
     if words := plan.cell.banned_words:
         # An answer of a chat begins a word of its own.
-        before = ["" if plan.cell.is_chat else plan.prompts[prompt] for prompt, _ in batch.pairs]
-        banned = BannedWords(model.tokenizer, words, before, without_marks=plan.cell.is_chat)
+        fronts = ["" if plan.cell.is_chat else plan.prompts[prompt] for prompt, _ in batch.pairs]
+        banned = BannedWords(model.tokenizer, words, fronts, without_marks=plan.cell.is_chat)
 
     def mask_forbidden(log_weights: Float[Tensor, "sample vocab"]) -> Float[Tensor, "sample vocab"]:
         """Tokens that are never drawn get the log-weight -inf."""
@@ -171,6 +161,7 @@ def _decode_steps(
 
     # Step 3, token by token (Algorithm 1, line 1): combine and draw (lines 19 to 23), append.
     uniform = torch.from_numpy(batch.uniform).to(logits.device)  # sample step
+    tokens, n_tokens, finish = [], list(batch.steps), ["length"] * len(batch.steps)
     if recorder is not None:
         recorder.begin(batch.sample_layouts)
     # `rows.expand` and `augmented`; on a GPU that replays its steps, a graph that does both.
@@ -178,7 +169,7 @@ def _decode_steps(
         model,
         rows,
         expansion.to(logits.device),
-        len(batch.layouts[0]) + n_steps - 1 + (reminder.n_keys(n_steps) if reminder else 0),
+        batch.capacity,
         [prompt_rules[row] for row in batch.expansion],
         batch.sample_layouts,
         recorder,
@@ -191,22 +182,26 @@ def _decode_steps(
                 log_weights = log_weights / plan.cell.temperature
             drawn = draw(log_weights, uniform[:, step], top_k=plan.cell.top_k)  # sample
             # An ended sample's row runs on with the others; what it reads does not matter.
-            tokens = drawn.clamp(min=0)
-            state = method.advance(state, log_probs, tokens)
+            read_next = drawn.clamp(min=0)
+            state = method.advance(state, log_probs, read_next)
             cpu_tokens = drawn.cpu()  # the step's one wait for the device
+            tokens.append(cpu_tokens.clamp(min=0))
             if banned is not None:
-                banned.advance(cpu_tokens.clamp(min=0).tolist())
-            if (nothing := cpu_tokens == NOTHING).any():
-                check_numbers(model, plan, logits, step)
-            ending.stop(nothing, step, "empty")
-            yield cpu_tokens.clamp(min=0)
-            bar.update(ending.running(step))
-            if plan.cell.eos == "stop":
-                ending.stop(torch.isin(cpu_tokens, ends), step + 1, "end")
-            if not ending.running(step + 1):
-                return
+                banned.advance(tokens[-1].tolist())
+            if (cpu_tokens == NOTHING).any():
+                check_numbers(plan, logits, step)
+            # A sample ends before a token that is none, and behind an end token.
+            for i, token in enumerate(cpu_tokens.tolist()):
+                if n_tokens[i] > step and token == NOTHING:
+                    n_tokens[i], finish[i] = step, "empty"
+                elif n_tokens[i] > step and plan.cell.eos == "stop" and token in plan.card.end_ids:
+                    n_tokens[i], finish[i] = step + 1, "end"
+            bar.update(sum(n > step for n in n_tokens))
+            if max(n_tokens) <= step + 1:
+                break
             # sample -> row 1 -> row vocab
-            logits = rows.read_tokens(tokens.repeat(len(branches))[:, None])[:, -1]
+            logits = rows.read_tokens(read_next.repeat(len(branches))[:, None])[:, -1]
+    return torch.stack(tokens, dim=1), n_tokens, finish
 
 
 def mask_main_branch(log_probs: LogProbs, mask: Callable[[Tensor], Tensor]) -> LogProbs:
@@ -220,9 +215,7 @@ def mask_main_branch(log_probs: LogProbs, mask: Callable[[Tensor], Tensor]) -> L
     return {**log_probs, main: mask(log_probs[main])}
 
 
-def check_numbers(
-    model: Model, plan: BatchPlan, logits: Float[Tensor, "row vocab"], step: int
-) -> None:
+def check_numbers(plan: BatchPlan, logits: Float[Tensor, "row vocab"], step: int) -> None:
     """Refuse logits that are no numbers.
 
     Raises:
@@ -230,7 +223,7 @@ def check_numbers(
         ModelError: A logit is NaN.
     """
     if logits.isnan().any():
-        card, method = identify(model), plan.method
+        card, method = plan.card, plan.method
         problem = f"the logits of {card.name} are not numbers (NaN) at step {step}"
         # `load_model` has refused weights that give no numbers by themselves.
         if method.changes_network and method.when_empty != Method.when_empty:
@@ -270,6 +263,19 @@ def batch_start(
     )
 
 
+def prompt_log_likelihood(
+    logits: Float[Tensor, "row query vocab"], layouts: Sequence[Layout]
+) -> Float[Tensor, " row"]:
+    """log P of each row's prompt, from logits that begin at or before the token before it."""
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    log_likelihoods = []
+    for row, layout in zip(wide, layouts, strict=True):
+        tokens = torch.tensor(layout.ids[-layout.l_pro :], device=row.device)
+        log_probs = row[-layout.l_pro - 1 : -1].log_softmax(dim=1)
+        log_likelihoods.append(log_probs.gather(1, tokens[:, None]).sum())
+    return torch.stack(log_likelihoods)
+
+
 def log_probs_by_branch(
     logits: Float[Tensor, "row vocab"], branches: Sequence[str]
 ) -> Mapping[str, Tensor]:
@@ -277,30 +283,3 @@ def log_probs_by_branch(
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     # row vocab -> by branch: sample vocab
     return dict(zip(branches, wide.log_softmax(dim=1).chunk(len(branches)), strict=True))
-
-
-def _text_table(
-    model: Model, plan: BatchPlan, batch: Batch, tokens: Int[Tensor, "sample step"], ending: Ending
-) -> pd.DataFrame:
-    """`DecodedBatch.texts`: one row per sample."""
-    texts = []
-    for i, (prompt, sample) in enumerate(batch.pairs):
-        new_ids = tokens[i, : ending.n_tokens[i]].tolist()
-        prompt_text = plan.prompts[prompt]
-        if plan.cell.is_chat:
-            new = decode_answer(model.tokenizer, new_ids)
-        else:
-            new = decode_continuation(model.tokenizer, prompt_text, new_ids)
-        texts.append(
-            {
-                "prompt": prompt_text,
-                "attribute": plan.cell.attribute,
-                "sample": sample,
-                "text": prompt_text + new if plan.cell.task.length_counts_prompt else new,
-                "continuation": new,
-                "tokens": new_ids,
-                "n_tokens": ending.n_tokens[i],
-                "finish": ending.finish[i],
-            }
-        )
-    return pd.DataFrame(texts)

@@ -1,224 +1,31 @@
-"""A cell resolved before anything runs, and divided into batches.
+"""A cell resolved before anything runs, and divided into batches: `plan_batches`.
 
-The plan has layouts, augmentations, steps, and which samples share a batch.
-
-Axes: branch = one model call of the method; a batch's rows are branch x sample, stacked.
+The plan has layouts, augmentations, steps, which samples share a batch, and what decodes them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
-
-import numpy as np
-import pandas as pd
-from jaxtyping import Float
-from tqdm import tqdm
+from collections.abc import Sequence
 
 from lapa2_interp._util.errors import MethodError, ModelError
 from lapa2_interp._util.progress import progress_bar
-from lapa2_interp.attention.cache import Rows, check_packing
-from lapa2_interp.bias.augmentation import Augmentation, active_augmentations
-from lapa2_interp.bias.layout import Layout, left_pad
+from lapa2_interp.attention.cache import check_packing, rows_in_memory
 from lapa2_interp.bias.text_start import AUTO_START, start_setting
-from lapa2_interp.generation.arrange import Arrangement, arrange, chat_stream
+from lapa2_interp.generation.arrange import arrange
+from lapa2_interp.generation.batch import BatchPlan
 from lapa2_interp.generation.cell import Cell
-from lapa2_interp.generation.sampling import uniforms
+from lapa2_interp.generation.freectrl import decode_freectrl
+from lapa2_interp.generation.loop import decode_samples
+from lapa2_interp.generation.turns import decode_turns
 from lapa2_interp.methods.base import Method, MethodContext, Prepared, SoftPrefixKey
+from lapa2_interp.methods.freectrl import FreeCtrl
 from lapa2_interp.models.card import identify
 from lapa2_interp.models.facts import Model, facts_of
 from lapa2_interp.models.load import accepts_model_name
-from lapa2_interp.prefixes.soft_prefix import SoftPrefix, SoftPrefixName, find_prefix
-
-if TYPE_CHECKING:
-    import xarray as xr
+from lapa2_interp.prefixes.soft_prefix import find_prefix
 
 MAX_ROWS = 120
-CACHE_BYTES = 2 << 30
-
-
-@dataclass(frozen=True)
-class Batch:
-    """Samples that are decoded together.
-
-    Attributes:
-        pairs: (prompt number, sample number) of each sample.
-        layouts: Left-padded, branch by branch one per prompt used.
-        prefixes: The soft prefix of each layout, or None.
-        owner: Which of the batch's prompts each sample continues.
-        steps: New tokens of each sample.
-        uniform: The random numbers that tokens are drawn with, [sample, step].
-        prepared: What the method worked out about each of the batch's prompts.
-    """
-
-    pairs: tuple[tuple[int, int], ...]
-    layouts: tuple[Layout, ...]
-    prefixes: tuple[SoftPrefix | None, ...]
-    owner: tuple[int, ...]
-    steps: tuple[int, ...]
-    uniform: Float[np.ndarray, "sample step"]
-    prepared: tuple[Prepared, ...]
-
-    @property
-    def n_prompts(self) -> int:
-        return max(self.owner) + 1
-
-    @property
-    def expansion(self) -> list[int]:
-        """By row of the expanded batch (branch x sample), the row of the prompt pass it copies
-        (branch x prompt)."""
-        return [
-            first + own
-            for first in range(0, len(self.layouts), self.n_prompts)
-            for own in self.owner
-        ]
-
-    @property
-    def sample_layouts(self) -> list[Layout]:
-        """The layouts of the expanded rows."""
-        return [self.layouts[row] for row in self.expansion]
-
-
-@dataclass(frozen=True)
-class DecodedBatch:
-    """The texts of a batch.
-
-    Attributes:
-        texts: One row per sample: prompt, attribute, sample, text (as it is scored),
-            continuation, tokens, n_tokens, finish ("length", "end", or "empty" where no token was
-            left to draw). Of chats of several turns one row per answer, with turn, message and
-            context (`generation.turns`).
-        trace: The recorded attention, or None; its `sample` axis is the row number of `texts`.
-    """
-
-    texts: pd.DataFrame
-    trace: xr.Dataset | None
-
-
-@dataclass(frozen=True)
-class BatchPlan:
-    """A cell ready to be generated: every branch's layout per prompt, and who shares a batch.
-
-    Attributes:
-        branches: Names of the branches.
-        arrangement: Its layouts, augmentations and steps.
-        prefixes: By branch, the soft prefix or None.
-        prepared: What the method worked out about each prompt.
-        batches: The (prompt number, sample number) pairs of each batch.
-    """
-
-    cell: Cell
-    branches: tuple[str, ...]
-    arrangement: Arrangement
-    prefixes: tuple[SoftPrefix | None, ...]
-    prepared: tuple[Prepared, ...] = field(repr=False)
-    batches: tuple[tuple[tuple[int, int], ...], ...] = field(repr=False)
-
-    @property
-    def method(self) -> Method:
-        """The method with its parameters."""
-        return self.cell.decoding_method
-
-    @property
-    def prompts(self) -> tuple[str, ...]:
-        """The prompts that are continued."""
-        return self.cell.prompts
-
-    def assemble_batch(self, pairs: Sequence[tuple[int, int]], trial: int = 0) -> Batch:
-        """The batch that decodes these samples, for the first time or again."""
-        used = sorted({prompt for prompt, _ in pairs})
-        return Batch(
-            pairs=tuple(pairs),
-            layouts=tuple(
-                left_pad(
-                    [by_prompt[prompt] for by_prompt in self.arrangement.layouts for prompt in used]
-                )
-            ),
-            prefixes=tuple(prefix for prefix in self.prefixes for _ in used),
-            owner=tuple(used.index(prompt) for prompt, _ in pairs),
-            steps=tuple(self.arrangement.steps[prompt] for prompt, _ in pairs),
-            uniform=self._uniform(
-                pairs, [self.arrangement.streams[prompt] for prompt, _ in pairs], trial
-            ),
-            prepared=tuple(self.prepared[prompt] for prompt in used),
-        )
-
-    def assemble_turn(self, pairs: Sequence[tuple[int, int]], layouts: Sequence[Layout]) -> Batch:
-        """The batch that decodes a later turn of chats, each in the layout of its own, which is
-        that of all branches."""
-        rows = [layout for _ in self.branches for layout in layouts]
-        return Batch(
-            pairs=tuple(pairs),
-            layouts=tuple(left_pad(rows)),
-            prefixes=(None,) * len(rows),
-            owner=tuple(range(len(pairs))),
-            steps=tuple(self.arrangement.steps[prompt] for prompt, _ in pairs),
-            uniform=self._uniform(pairs, list(map(chat_stream, layouts))),
-            prepared=tuple(self.prepared[prompt] for prompt, _ in pairs),
-        )
-
-    def _uniform(
-        self, pairs: Sequence[tuple[int, int]], streams: Sequence[str], trial: int = 0
-    ) -> Float[np.ndarray, "sample step"]:
-        steps = [self.arrangement.steps[prompt] for prompt, _ in pairs]
-        uniform = np.zeros((len(pairs), max(steps)))
-        for numbers, (_, sample), stream, n in zip(uniform, pairs, streams, steps, strict=True):
-            numbers[:n] = uniforms(self.cell.seed, stream, sample, n, trial)
-        return uniform
-
-    @property
-    def rules(self) -> list[Augmentation]:
-        """The augmentations of all branches that act."""
-        return [
-            rule
-            for branch in self.arrangement.augmentations
-            for rule in active_augmentations(branch)
-        ]
-
-    @property
-    def prefix_names(self) -> dict[str, str | SoftPrefixName | None]:
-        """Prefix of the prompt, by branch: a text, a soft prefix, or nothing."""
-        by_branch: dict[str, str | SoftPrefixName | None] = {}
-        for branch, prefix in zip(self.cell.branches, self.prefixes, strict=True):
-            by_branch[branch.name] = prefix.card.name if prefix is not None else branch.prefix  # type: ignore[assignment]
-        return by_branch
-
-    @property
-    def new_tokens(self) -> int:
-        steps = sum(self.arrangement.steps[prompt] for batch in self.batches for prompt, _ in batch)
-        return self.cell.n_turns * steps
-
-    @property
-    def summaries(self) -> dict[str, dict[str, Any]]:
-        """Preparation of the method, by prompt; under "all prompts" if it is the same for all;
-        empty if nothing."""
-        summaries = [dict(prepared.summary) for prepared in self.prepared]
-        first = summaries[0]
-        if all(summary == first for summary in summaries):
-            return {"all prompts": first} if first else {}
-        return dict(zip(self.prompts, summaries, strict=True))
-
-    @property
-    def rows(self) -> int:
-        """Number of texts of all branches."""
-        return len(self.branches) * self.cell.n_texts
-
-    @property
-    def merged(self) -> list[str]:
-        """Tokens that span the boundary of a prefix and a prompt, in words."""
-        return [
-            f"in branch {name!r} of {prompt!r} the token {layout.merged!r} spans the boundary of"
-            " prefix and prompt and counts as prefix"
-            for name, by_prompt in zip(self.branches, self.arrangement.layouts, strict=True)
-            for prompt, layout in zip(self.prompts, by_prompt, strict=True)
-            if layout.merged is not None
-        ]
-
-
-DecodeLoop = Callable[[Model, BatchPlan, Batch, tqdm, Rows | None], DecodedBatch]
-"""What FreeCtrl and chats of several turns wrap: a loop draws the texts of a batch once, from given
-rows or from new ones."""
+"""Rows of a batch, at most; fewer where they would exceed `cache.CACHE_BYTES`."""
 
 
 @accepts_model_name
@@ -267,6 +74,11 @@ def plan_batches(model: Model, cell: Cell, context: MethodContext | None = None)
         if prefix is not None
     }
     arrangement = arrange(cell, model.tokenizer, card, slots)
+    if type(method).intervene is not Method.intervene and not method.changes_network:
+        raise MethodError(
+            f"{method.name} intervenes, so the network is another while it decodes; declare"
+            " changes_network = True in its class"
+        )
     if cell.keeps_turns:
         check_packing(model)
     # The method prepares; what it prepared may change the arrangement.
@@ -274,19 +86,31 @@ def plan_batches(model: Model, cell: Cell, context: MethodContext | None = None)
     if method.prepares:
         if context is None:
             raise MethodError(
-                f"{method.name} prepares for its prompts; give plan_batches or make_cells a context"
+                f"{method.name} prepares for its prompts; give plan_batches a context"
                 " (lapa2_interp.runs.method_context)"
             )
         prepared = _prepare(method, context, cell)
         arrangement = arrange(cell, model.tokenizer, card, slots, prepared)
     # Divide the samples into batches.
-    rows = cell.max_rows or _default_rows(model, method, arrangement)
+    longest, steps = arrangement.longest, arrangement.steps
+    if not (rows := cell.max_rows):
+        keys = max(map(sum, zip(longest, steps, strict=True)))
+        positions = max(arrangement.prompt_tokens) + 1 if method.reads_prompt else 0
+        rows = min(MAX_ROWS, rows_in_memory(model, keys, positions))
     pairs = [
         (prompt, sample) for prompt in range(len(cell.prompts)) for sample in range(cell.samples)
     ]
     size = max(1, rows // len(names))
     return BatchPlan(
         cell=cell,
+        card=card,
+        driver=(
+            decode_freectrl
+            if isinstance(method, FreeCtrl)
+            else decode_turns
+            if cell.n_turns > 1
+            else decode_samples
+        ),
         branches=names,
         arrangement=arrangement,
         prefixes=prefixes,
@@ -294,8 +118,8 @@ def plan_batches(model: Model, cell: Cell, context: MethodContext | None = None)
         batches=_split_into_batches(
             pairs,
             size,
-            arrangement.longest,
-            arrangement.steps,
+            longest,
+            steps,
             model.cfg.n_ctx,
             card.short_ctx,
             alike=bool(slots) and facts_of(model).window is not None,
@@ -309,30 +133,9 @@ def _prepare(method: Method, context: MethodContext, cell: Cell) -> tuple[Prepar
         len(cell.prompts), f"preparing {method.name} {cell.attribute}", "prompt"
     ) as bar:
         for prompt in cell.prompts:
-            made = method.prepare(context, cell.task, cell.attribute, prompt)
-            if (made.shifts or made.reminder) and not method.changes_network:
-                raise MethodError(
-                    f"{method.name} prepares shifts or a reminder, so the network is another while"
-                    " it decodes; declare changes_network = True in its class"
-                )
-            prepared.append(made)
+            prepared.append(method.prepare(context, cell.task, cell.attribute, prompt))
             bar.update()
     return tuple(prepared)
-
-
-def _default_rows(model: Model, method: Method, arrangement: Arrangement) -> int:
-    """Rows of a batch: MAX_ROWS, or fewer if their cache and logits would exceed CACHE_BYTES."""
-    keys = max(a + b for a, b in zip(arrangement.longest, arrangement.steps, strict=True))
-    positions = max(arrangement.prompt_tokens) + 1 if method.reads_prompt else 0
-    return min(MAX_ROWS, rows_in_memory(model, keys, positions))
-
-
-def rows_in_memory(model: Model, keys: int, positions: int) -> int:
-    """Rows whose cached keys, and logits at some positions, take CACHE_BYTES; at least one."""
-    width = facts_of(model).n_kv_heads * model.cfg.d_head
-    row_bytes = 2 * model.cfg.n_layers * width * facts_of(model).dtype.itemsize * keys
-    row_bytes += positions * model.cfg.d_vocab * facts_of(model).dtype.itemsize
-    return max(1, CACHE_BYTES // row_bytes)
 
 
 def _split_into_batches(

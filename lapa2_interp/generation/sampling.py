@@ -78,9 +78,9 @@ def draw(
         top_k: Tokens kept, >= 1.
     """
     top_ids = keep_top_k(log_weights, top_k)
-    chosen = log_weights.gather(1, top_ids).double()  # sample vocab -> sample kept
-    best = chosen.max(dim=1, keepdim=True).values  # sample 1
-    cumulative = (chosen - best).exp().cumsum(dim=1)  # sample kept
+    kept_weights = log_weights.gather(1, top_ids).double()  # sample vocab -> sample kept
+    best = kept_weights.max(dim=1, keepdim=True).values  # sample 1
+    cumulative = (kept_weights - best).exp().cumsum(dim=1)  # sample kept
     # right=True steps over tokens of weight zero; the clamp is for a uniform that rounds up to the
     # total. sample 1
     rank = torch.searchsorted(

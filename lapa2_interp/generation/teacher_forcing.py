@@ -33,9 +33,8 @@ from lapa2_interp.bias.augmentation import (
 from lapa2_interp.bias.layout import Layout, left_pad
 from lapa2_interp.bias.places import head_pairs
 from lapa2_interp.bias.recipes import resolve_recipes
-from lapa2_interp.models.attention_interface import decided_path
 from lapa2_interp.models.card import prepacked_model
-from lapa2_interp.models.facts import Model, check_rotary_side, facts_of
+from lapa2_interp.models.facts import Model, check_rotary_side, decided_path, facts_of
 from lapa2_interp.models.load import accepts_model_name
 from lapa2_interp.models.span_attention import SCORES_AT_ONCE
 from lapa2_interp.prefixes.soft_prefix import SoftPrefix

@@ -30,20 +30,21 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import pandas as pd
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 from tqdm import tqdm
 
 from lapa2_interp._util.errors import LayoutError, parameter
-from lapa2_interp.attention.cache import new_rows
+from lapa2_interp.attention.cache import CachedRows, RereadRows, WrappedRows, new_rows
 from lapa2_interp.attention.hooked import augmented
-from lapa2_interp.attention.trace import concat_traces, join_traces
+from lapa2_interp.attention.trace import TracedTexts, concat_traces, join_traces
 from lapa2_interp.bias.augmentation import Augmentations, active_augmentations
 from lapa2_interp.bias.chat_template import check_text_of_answers
 from lapa2_interp.bias.layout import Layout
 from lapa2_interp.bias.tokens import decode_tokens, tokens_from
 from lapa2_interp.generation.arrange import chat_layout, pieces_of_chat
-from lapa2_interp.generation.plan import BatchPlan, DecodedBatch, DecodeLoop
+from lapa2_interp.generation.batch import Batch, BatchPlan
+from lapa2_interp.generation.loop import decode_samples
 from lapa2_interp.models.facts import Model
 from lapa2_interp.prefixes.soft_prefix import SoftPrefix
 from lapa2_interp.tasks.task import ChatForm
@@ -52,30 +53,23 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-def decode_turns(
-    model: Model,
-    plan: BatchPlan,
-    pairs: Sequence[tuple[int, int]],
-    bar: tqdm,
-    decode: DecodeLoop,
-) -> DecodedBatch:
+def decode_turns(model: Model, plan: BatchPlan, batch: Batch, bar: tqdm) -> TracedTexts:
     """All answers of a batch of chats, one row each: the turns of a chat follow each other.
 
     Beside the usual columns there are turn (1 is the first answer), message (the user's, which is
     answered) and context (the ids of all keys before the answer's first token).
 
     Args:
-        decode: The loop, which writes the answers of one turn.
+        batch: Their first turns.
 
     Raises:
         LayoutError: A chat has more tokens than the context has left, or cannot go on from what the
             cache holds.
     """
-    form = plan.cell.branches[0].chat
+    form, pairs = plan.cell.branches[0].chat, batch.pairs
     assert form is not None
     chats = [form.filled(prompt=plan.prompts[prompt]) for prompt, _ in pairs]
     layouts = [plan.arrangement.layouts[0][prompt] for prompt, _ in pairs]
-    batch = plan.assemble_batch(pairs)
     rows, kept_chats = None, []
     if plan.cell.keeps_turns:
         rows = KeptRows(model, plan.arrangement.augmentations)
@@ -90,7 +84,7 @@ def decode_turns(
                 layouts = rows.go_on(_next_turns(model, kept_chats, layouts, tables[-1]))
             _check_fits(model, plan, turn, layouts)
             batch = plan.assemble_turn(pairs, layouts)
-        decoded = decode(model, plan, batch, bar, rows)
+        decoded = decode_samples(model, plan, batch, bar, rows)
         columns: dict[str, Any] = {
             "turn": turn + 1,
             "message": [_message(chat, turn) for chat in chats],
@@ -102,8 +96,8 @@ def decode_turns(
     by_chat = np.arange(len(tables) * len(pairs)).reshape(len(tables), -1).T.ravel()
     table = pd.concat(tables, ignore_index=True).iloc[by_chat].reset_index(drop=True)
     if not traces:
-        return DecodedBatch(table, None)
-    return DecodedBatch(table, join_traces([concat_traces(traces).isel(sample=by_chat)], table))
+        return TracedTexts(table, None)
+    return TracedTexts(table, join_traces([concat_traces(traces).isel(sample=by_chat)], table))
 
 
 def _message(chat: ChatForm, turn: int) -> str:
@@ -173,11 +167,11 @@ class KeptChat:
         """
         answered = layout.followed_by(tokenizer, tokens[:-1] if ended else tokens)
         self.answers.append("".join(answered.tokens[len(layout.ids) :]))
-        before = "".join(map("".join, zip(self.pieces, self.answers, strict=False)))
-        text = before + self.pieces[len(self.answers)]
+        written = "".join(map("".join, zip(self.pieces, self.answers, strict=False)))
+        text = written + self.pieces[len(self.answers)]
         messages = self.form.messages_after(self.answers)
         check_text_of_answers(tokenizer, messages, self.form.template, text)
-        ids, shared = tokens_from(tokenizer, text, len(before))
+        ids, shared = tokens_from(tokenizer, text, len(written))
         # The answer's tokens that have the shared letters, and no others.
         cached_text = "".join(answered.tokens)
         n_kept = next(
@@ -212,17 +206,20 @@ def _next_turns(
     ]
 
 
-class KeptRows:
+class KeptRows(WrappedRows):
     """Rows whose texts go on after their last step; row = branch x chat.
 
     Args:
         augmentations: By branch.
     """
 
+    rows: CachedRows | RereadRows
+
     def __init__(self, model: Model, augmentations: Sequence[Augmentations]) -> None:
-        self.model, self.augmentations = model, augmentations
-        active = [rule for of in augmentations for rule in active_augmentations(of)]
-        self.rows, self.has_read = new_rows(model, active), False
+        super().__init__(
+            new_rows(model, [r for of in augmentations for r in active_augmentations(of)])
+        )
+        self.model, self.augmentations, self.has_read = model, augmentations, False
 
     def go_on(self, chats: Sequence[NextTurn]) -> list[Layout]:
         """Read all of the next turns but the last token, which the prompt pass reads.
@@ -265,14 +262,6 @@ class KeptRows:
         keep: int = 1,
     ) -> Float[Tensor, "row query vocab"]:
         if not self.has_read:
-            return self.rows.prompt_pass(layouts, prefixes, keep)
+            return super().prompt_pass(layouts, prefixes, keep)
         last = [[layout.ids[-1]] for layout in layouts]
         return self.rows.read_tokens(torch.tensor(last, device=self.model.cfg.device), keep)
-
-    def expand(self, index: Int[Tensor, " expanded"], capacity: int) -> None:
-        self.rows.expand(index, capacity)
-
-    def read_tokens(
-        self, tokens: Int[Tensor, "row query"], keep: int = 1
-    ) -> Float[Tensor, "row last vocab"]:
-        return self.rows.read_tokens(tokens, keep)

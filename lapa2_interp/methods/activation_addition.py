@@ -11,6 +11,7 @@ original has pairs of a question with either answer, one layer, and the same tok
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Annotated, ClassVar
 
@@ -28,6 +29,7 @@ from lapa2_interp.methods.base import (
     LogProbs,
     Method,
     MethodContext,
+    Passes,
     Prepared,
     State,
     check_branches,
@@ -87,7 +89,10 @@ class ActivationAddition(Method):
             lambda: self.vectors(context, task, attribute),
         )
         norms = {str(layer): round(float(vector.norm()), 4) for layer, vector in vectors.items()}
-        return Prepared(shifts=vectors, summary={"norm of the vector, by layer": norms})
+        return Prepared(vectors, summary={"norm of the vector, by layer": norms})
+
+    def intervene(self, passes: Passes, prepared: Prepared) -> AbstractContextManager[None]:
+        return passes.shift(prepared.known or {})
 
     def vectors(
         self, context: MethodContext, task: Task, attribute: str
@@ -99,11 +104,12 @@ class ActivationAddition(Method):
             TaskError: The task has no other attribute.
         """
         texts = self._read_texts() if self.texts else _default_texts(task)
-        own, *others = (
+        mean_of_attribute, *means_of_others = (
             context.mean_residual(task.prefix(name), texts)
             for name in (attribute, *task.others(attribute))
         )
-        difference = self.strength * (own - torch.stack(others).mean(dim=0))  # layer d_model
+        mean_of_others = torch.stack(means_of_others).mean(dim=0)
+        difference = self.strength * (mean_of_attribute - mean_of_others)  # layer d_model
         return {layer: difference[layer] for layer in self._chosen(len(difference))}
 
     def _chosen(self, n_layers: int) -> tuple[int, ...]:

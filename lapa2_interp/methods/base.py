@@ -15,8 +15,8 @@ Three methods need more than log-probabilities. They compute it in one more func
     prepare(context, ...)    once per prompt, before its first token: compute what the method needs to know
 
 `prepare` is given a `MethodContext`; `begin` makes the first step's state from its result. FreeCtrl also
-sets neurons of the model and draws texts again: `lapa2_interp.generation.freectrl`. CAA adds vectors to its
-residual stream; `remind` lets it read the prefix again.
+sets neurons of the model and draws texts again: `lapa2_interp.generation.freectrl`. Two change the passes
+of a batch by `intervene`: CAA adds vectors to the residual stream; `remind` reads the prefix again.
 """  # noqa: E501
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from __future__ import annotations
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, TypeVar, runtime_checkable
@@ -104,19 +104,16 @@ class Prepared:
     """The result of a method's `prepare` for one prompt.
 
     Attributes:
-        known: Any value for the method's `begin`.
+        known: Any value for the method's `begin` or `intervene`.
         prefixes: By branch, the text before this prompt, if it replaces the branch's text.
         summary: A summary for readers of the run, as JSON.
-        shifts: By layer, a vector that is added to the residual stream at every generated token,
-            [d_model]; equal for all prompts of a run. It needs `Method.changes_network`.
-        reminder: What is read between new tokens; equal for all prompts of a run. It needs
-            `Method.changes_network`.
+        reminder: What `Method.intervene` has the model read between new tokens, equal for all
+            prompts of a run: room is kept for it.
     """
 
     known: Any = None
     prefixes: Mapping[str, str] = field(default_factory=dict)
     summary: Mapping[str, Any] = field(default_factory=dict)
-    shifts: Mapping[int, Tensor] = field(default_factory=dict)
     reminder: Reminder | None = None
 
 
@@ -137,18 +134,33 @@ class BatchStart:
 
 
 @runtime_checkable
+class Passes(Protocol):
+    """The passes of a batch: what `intervene` may do to them, each a block
+    (`lapa2_interp.attention.interventions`)."""
+
+    def shift(self, vectors: Mapping[int, Tensor]) -> AbstractContextManager[None]:
+        """Add vectors to the residual stream, [d_model] by layer, at every query from the last
+        token of the prompt on."""
+
+    def remind(self, ids: Sequence[int], every: int) -> AbstractContextManager[None]:
+        """Read these tokens, too, after every few new ones."""
+
+
+@runtime_checkable
 class MethodContext(Protocol):
-    """The functions of a model that `prepare` may call (`lapa2_interp.runs.method_context`).
+    """The functions of a model that `prepare` may call (`lapa2_interp.runs.method_context`)."""
 
-    Attributes:
-        end_ids: Tokens that end a text.
-        n_layers: Number of layers.
-        gated: True if its MLPs are gated.
-    """
+    @property
+    def end_ids(self) -> tuple[int, ...]:
+        """Tokens that end a text."""
 
-    end_ids: tuple[int, ...]
-    n_layers: int
-    gated: bool
+    @property
+    def n_layers(self) -> int:
+        """Number of layers."""
+
+    @property
+    def gated(self) -> bool:
+        """True if its MLPs are gated."""
 
     def cached(self, name: Hashable, make: Callable[[], T]) -> T:
         """The result of `make`, which is called only once for each name; for values that all
@@ -271,6 +283,15 @@ class Method(ABC):
         """The state of the first step, once the prompts are read."""
         return None
 
+    def intervene(self, passes: Passes, prepared: Prepared) -> AbstractContextManager[None]:
+        """A block around all passes of a batch, in which the network is another; the class then
+        declares `changes_network`.
+
+        Args:
+            prepared: The result of `prepare` for the first prompt of the batch.
+        """
+        return nullcontext()
+
     @property
     def prepares(self) -> bool:
         """True if the class has a `prepare` of its own."""
@@ -279,8 +300,8 @@ class Method(ABC):
     def deciding_files(self) -> dict[str, Path]:
         """Files whose contents decide the method's texts: files that parameters name, if they
         exist, by parameter; and the code of a custom method, unless a notebook defines it."""
-        named = {name: Path(getattr(self, name)) for name in self.files}
-        files = {name: path for name, path in named.items() if path.is_file()}
+        paths = {name: Path(getattr(self, name)) for name in self.files}
+        files = {name: path for name, path in paths.items() if path.is_file()}
         if not type(self).__module__.startswith(f"{__package__}."):
             with suppress(TypeError, OSError):
                 files["its code"] = Path(inspect.getfile(type(self)))
@@ -301,9 +322,9 @@ def check_branches(
     """
     missing = [name for name in names if name not in log_probs]
     if missing or len(log_probs) < len(names) + others:
-        wanted = ", ".join(names) + (f" and {others} more" if others else "")
+        needed = ", ".join(names) + (f" and {others} more" if others else "")
         raise MethodError(
-            f"log_probs needs the branches {wanted}; found {', '.join(log_probs) or 'none'}"
+            f"log_probs needs the branches {needed}; found {', '.join(log_probs) or 'none'}"
         )
     shapes = {name: tuple(log_p.shape) for name, log_p in log_probs.items()}
     if len(set(shapes.values())) > 1 or any(len(shape) != 2 for shape in shapes.values()):
@@ -326,11 +347,11 @@ def nucleus(
     if top_k is not None:
         ranked[:, top_k:] = -torch.inf
     p = ranked.softmax(dim=1)
-    before = p.cumsum(dim=1) - p
-    out = before >= top_p
-    out[:, 0] = False
+    more_likely = p.cumsum(dim=1) - p
+    outside = more_likely >= top_p
+    outside[:, 0] = False
     return torch.full_like(log_weights, -torch.inf).scatter(
-        1, ids, ranked.masked_fill(out, -torch.inf)
+        1, ids, ranked.masked_fill(outside, -torch.inf)
     )
 
 

@@ -214,7 +214,7 @@ class FreeCtrl(Method):
         embedding, keywords, centre = context.cached(
             key, lambda: self._prepare_attribute(context, task, attribute)
         )
-        known = ControlCentre(
+        control = ControlCentre(
             target=attribute,
             keywords={c: embedding[list(ids.values())] for c, ids in keywords.items()},
             embedding=embedding,
@@ -227,7 +227,7 @@ class FreeCtrl(Method):
             "keywords": {c: list(ids) for c, ids in keywords.items()},
             "neurons": {str(layer): ids.tolist() for layer, ids in centre.items()},
         }
-        return Prepared(known, summary=summary)
+        return Prepared(control, summary=summary)
 
     def _prepare_attribute(
         self, context: MethodContext, task: Task, attribute: str
@@ -243,11 +243,12 @@ class FreeCtrl(Method):
             # One table serves all attributes of the task.
             tokens = sorted({i for ids in keywords.values() for i in ids.values()})
             rows = [tokens.index(i) for i in keywords[attribute].values()]
-            own = context.promoting_neurons(tokens, MOST_NEURONS, upper=context.gated)[
+            promoting = context.promoting_neurons(tokens, MOST_NEURONS, upper=context.gated)[
                 rows, :per_keyword
             ].reshape(-1, 2)
             centre = {
-                layer: own[own[:, 0] == layer, 1].unique() for layer in own[:, 0].unique().tolist()
+                layer: promoting[promoting[:, 0] == layer, 1].unique()
+                for layer in promoting[:, 0].unique().tolist()
             }
         return embedding, keywords, centre
 
@@ -292,8 +293,8 @@ class FreeCtrl(Method):
 
     def begin(self, start: BatchStart) -> tuple[int, ...]:
         """The tokens that are never drawn."""
-        known: ControlCentre = start.prepared[0].known
-        return known.ends
+        control: ControlCentre = start.prepared[0].known
+        return control.ends
 
     def combine(
         self, log_probs: LogProbs, state: tuple[int, ...] | None
@@ -353,8 +354,8 @@ def noise_ratio(
         name: float(torch.nn.functional.cosine_similarity(embedding, word, dim=0))
         for name, embedding in classes.items()
     }
-    own = cos.pop(c)
-    return own * (NOISE_CLASSES - 1) / sum(cos.values())
+    cos_of_class = cos.pop(c)
+    return cos_of_class * (NOISE_CLASSES - 1) / sum(cos.values())
 
 
 def text_score(
@@ -367,8 +368,8 @@ def text_score(
         nearest: By class and keyword, the largest cos to a token of the text.
     """
     sim = {c: cos.mean(dim=1) for c, cos in nearest.items()}
-    own = sim.pop(target)
-    return own * len(sim) / torch.stack(list(sim.values())).sum(dim=0)
+    sim_of_target = sim.pop(target)
+    return sim_of_target * len(sim) / torch.stack(list(sim.values())).sum(dim=0)
 
 
 def neuron_value(

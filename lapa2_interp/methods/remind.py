@@ -8,6 +8,7 @@ them. The method's first copy is the usual prefix in front of the prompt; an aug
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Annotated, ClassVar
 
 from jaxtyping import Float
@@ -20,6 +21,7 @@ from lapa2_interp.methods.base import (
     LogProbs,
     Method,
     MethodContext,
+    Passes,
     Prepared,
     Reminder,
     State,
@@ -59,3 +61,8 @@ class Remind(Method):
             return Prepared()
         ids = context.ids(self.before + task.prefix(attribute))
         return Prepared(reminder=Reminder(tuple(ids), self.every))
+
+    def intervene(self, passes: Passes, prepared: Prepared) -> AbstractContextManager[None]:
+        if (reminder := prepared.reminder) is None:
+            return nullcontext()
+        return passes.remind(reminder.ids, reminder.every)

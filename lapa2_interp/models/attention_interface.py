@@ -31,7 +31,7 @@ from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface, eager_mask
 
 from lapa2_interp._util.errors import DeadHookError, ModelError, parameter
-from lapa2_interp.bias.layer_types import LayerType, describe_runs
+from lapa2_interp.bias.layer_types import LayerType
 from lapa2_interp.models.blocks import (
     ATTENTION_NAME,
     OUTSIDE_ERROR,
@@ -40,17 +40,20 @@ from lapa2_interp.models.blocks import (
     change_nothing,
     open_block,
 )
-from lapa2_interp.models.facts import Model, ModelFacts, TransformersModel, facts_of
+from lapa2_interp.models.facts import (
+    AUTO_SCORES,
+    FUSED,
+    ModelFacts,
+    TransformersModel,
+    facts_of,
+    path_of_pass,
+)
 from lapa2_interp.models.machine import Attn, machine_memory
 from lapa2_interp.models.offloaded import device_of
 from lapa2_interp.models.span_attention import SpanScores
 
 FUSED_NAME = f"{ATTENTION_NAME}_fused"
 """Name of our attention function in a pass whose masks are single rows."""
-FUSED = "fused"
-"""The path of a layer without the matrix; all other paths are reasons for the matrix."""
-AUTO_SCORES = 2**20
-"""Scores of a head from which `attn="auto"` goes without the matrix, on a CPU."""
 
 
 @dataclass
@@ -123,51 +126,6 @@ class _Pass:
         seen = (keys <= own) & (keys >= self.first_seen(layer, queries, query)[..., None])
         hidden = self.hidden()
         return seen if hidden is None else seen & ~hidden[:, None].to(query.device)
-
-
-def path_of_pass(attn: Attn, n_queries: int, n_keys: int, device_type: str) -> str:
-    """The path of a pass: "fused", or the reason why it forms the matrix."""
-    if attn != "auto":
-        return FUSED if attn == "fused" else "attn is matrix"
-    if device_type != "cpu":
-        return f"attn is auto, which forms the matrix on {device_type}"
-    if n_queries * n_keys < AUTO_SCORES:
-        return f"attn is auto, and {n_queries} queries of {n_keys} keys are few"
-    return FUSED
-
-
-def is_fused(model: Model, n_queries: int, n_keys: int) -> bool:
-    """True if a model reads a pass of this size without the matrix, as far as size decides."""
-    if not isinstance(model, TransformersModel) or n_queries == 1:
-        return False
-    device = torch.device(model.cfg.device).type
-    return path_of_pass(model.attn, n_queries, n_keys, device) == FUSED
-
-
-@contextmanager
-def decided_path(model: Model, n_queries: int, n_keys: int) -> Iterator[bool]:
-    """Decide `attn="auto"` of a model, inside the block, by its largest pass of several queries, so
-    that all passes go one way. Yields True if they go without the matrix."""
-    if not isinstance(model, TransformersModel):
-        yield False
-        return
-    before, fused = model.attn, is_fused(model, n_queries, n_keys)
-    try:
-        model.paths.clear()
-        model.attn = "fused" if fused else "matrix"
-        yield fused
-    finally:
-        model.attn = before
-
-
-def describe_paths(model: Model) -> str:
-    """The paths of a model's last pass of several queries (`ModelCard.attn`)."""
-    paths = getattr(model, "paths", {})
-    reasons = sorted({*paths.values()} - {FUSED})
-    if FUSED not in paths.values():
-        return "matrix"
-    layers = ((why, [layer for layer in paths if paths[layer] == why]) for why in reasons)
-    return "; ".join([FUSED, *(f"layers {describe_runs(some)}: {why}" for why, some in layers)])
 
 
 def check_matrix_fits(

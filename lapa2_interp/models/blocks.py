@@ -124,17 +124,12 @@ def check_no_checkpointing(network: Any) -> None:
         )
 
 
-def check_cache_grew(network: Any, grew: bool) -> None:
-    """Refuse a pass that has dropped the cache that it was given.
-
-    Raises:
-        ModelError: The cache has not grown by the keys of the pass.
-    """
-    if not grew:
-        raise ModelError(
-            f"{type(network).__name__} has dropped the cache of a pass, so that the next would read"
-            " another text; a model must keep the keys that it reads in the cache that it is given"
-        )
+def dropped_cache(network: Any) -> ModelError:
+    """The error about a pass whose cache has not grown by the keys of the pass."""
+    return ModelError(
+        f"{type(network).__name__} has dropped the cache of a pass, so that the next would read"
+        " another text; a model must keep the keys that it reads in the cache that it is given"
+    )
 
 
 @contextmanager
@@ -196,8 +191,8 @@ def open_block(
         cache, state.cache = state.cache, None
         if output is None or not was_running:  # without an output the pass has raised an error
             return
-        if cache is not None:
-            check_cache_grew(network, bool(cache.get_seq_length() > state.first))
+        if cache is not None and not cache.get_seq_length() > state.first:
+            raise dropped_cache(network)
         if missing := [place for place in places if place not in state.seen]:
             first = f"layer {missing[0]}" if isinstance(missing[0], int) else missing[0]
             more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""

@@ -8,7 +8,8 @@ Which weights it has is another question, whose answer must be read from them (`
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import cached_property
 from inspect import Parameter, signature
 from pathlib import Path
@@ -16,7 +17,7 @@ from types import MappingProxyType, SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from lapa2_interp._util.errors import LayoutError, ModelError
-from lapa2_interp.bias.layer_types import FULL_ATTENTION, LayerType
+from lapa2_interp.bias.layer_types import FULL_ATTENTION, LayerType, describe_runs
 from lapa2_interp.bias.tokens import require_tokenizer
 from lapa2_interp.models.cache_name import cache_name
 from lapa2_interp.models.configuration import (
@@ -37,6 +38,10 @@ if TYPE_CHECKING:
 
 Model = Any
 """A TransformerBridge, a HookedTransformer (of transformer-lens 3.9), or a `TransformersModel`."""
+FUSED = "fused"
+"""The path of a layer without the matrix; all other paths are reasons for the matrix."""
+AUTO_SCORES = 2**20
+"""Scores of a head from which `attn="auto"` goes without the matrix, on a CPU."""
 
 
 class TransformersModel:
@@ -103,6 +108,51 @@ class TransformersModel:
     def W_E(self) -> Tensor:
         """Embeddings [vocab, d_model]."""
         return self.original_model.get_input_embeddings().weight
+
+
+def path_of_pass(attn: Attn, n_queries: int, n_keys: int, device_type: str) -> str:
+    """The path of a pass: "fused", or the reason why it forms the matrix."""
+    if attn != "auto":
+        return FUSED if attn == "fused" else "attn is matrix"
+    if device_type != "cpu":
+        return f"attn is auto, which forms the matrix on {device_type}"
+    if n_queries * n_keys < AUTO_SCORES:
+        return f"attn is auto, and {n_queries} queries of {n_keys} keys are few"
+    return FUSED
+
+
+def is_fused(model: Model, n_queries: int, n_keys: int) -> bool:
+    """True if a model reads a pass of this size without the matrix, as far as size decides."""
+    if not isinstance(model, TransformersModel) or n_queries == 1:
+        return False
+    device = model.cfg.device.type
+    return path_of_pass(model.attn, n_queries, n_keys, device) == FUSED
+
+
+@contextmanager
+def decided_path(model: Model, n_queries: int, n_keys: int) -> Iterator[bool]:
+    """Decide `attn="auto"` of a model, inside the block, by its largest pass of several queries, so
+    that all passes go one way. Yields True if they go without the matrix."""
+    if not isinstance(model, TransformersModel):
+        yield False
+        return
+    before, fused = model.attn, is_fused(model, n_queries, n_keys)
+    try:
+        model.paths.clear()
+        model.attn = "fused" if fused else "matrix"
+        yield fused
+    finally:
+        model.attn = before
+
+
+def describe_paths(model: Model) -> str:
+    """The paths of a model's last pass of several queries (`ModelCard.attn`)."""
+    paths = getattr(model, "paths", {})
+    reasons = sorted({*paths.values()} - {FUSED})
+    if FUSED not in paths.values():
+        return "matrix"
+    layers = ((why, [layer for layer in paths if paths[layer] == why]) for why in reasons)
+    return "; ".join([FUSED, *(f"layers {describe_runs(some)}: {why}" for why, some in layers)])
 
 
 class ModelFacts:

@@ -28,12 +28,12 @@ from lapa2_interp._util.parsing import parse_json, read_text
 from lapa2_interp._util.progress import progress_bar
 from lapa2_interp._util.settings import takes
 from lapa2_interp._util.table_formats import format_interval, format_number, interval_text, records
-from lapa2_interp.attention.trace import join_traces
+from lapa2_interp.attention.trace import TracedTexts, join_traces
 from lapa2_interp.bias.augmentation import Augmentation
 from lapa2_interp.bias.layout import Layout
 from lapa2_interp.bias.synthetic import draw_means, geometric_lengths
+from lapa2_interp.generation.batch import BatchPlan
 from lapa2_interp.generation.cell import Cell
-from lapa2_interp.generation.plan import BatchPlan
 from lapa2_interp.generation.resolve import cell_of
 from lapa2_interp.generation.teacher_forcing import teacher_forced
 from lapa2_interp.methods.registry import load_task
@@ -61,7 +61,7 @@ from lapa2_interp.paper.synthetic_propositions import (
 )
 from lapa2_interp.runs.generate import announcement, make_cells
 from lapa2_interp.runs.manifest import library_versions, source_commit
-from lapa2_interp.runs.run import FinishedCell, Run, finished_cell, write_run
+from lapa2_interp.runs.run import Run, finished_cell, write_run
 from lapa2_interp.runs.store import FinishedBatch, Listing
 
 if TYPE_CHECKING:
@@ -267,7 +267,7 @@ def _generate_texts(
 
 def _texts_by_alpha(run: Run) -> dict[float, tuple[pd.DataFrame, xr.Dataset]]:
     """The texts and the trace of each alpha of a run, attribute after attribute."""
-    by_alpha: dict[float, list[FinishedCell]] = {}
+    by_alpha: dict[float, list[TracedTexts]] = {}
     for key, cell in run.by_key.items():
         by_alpha.setdefault(cell.columns["alpha"], []).append(finished_cell(run, key))
     joined = {}
@@ -323,7 +323,7 @@ def _without_traces(run: Run) -> Run:
         copy = Cell.model_validate(cell.model_dump() | {"trace": "none"})
         cells[copy.key] = copy
         batches[copy.key] = [
-            FinishedBatch(batch.record.model_copy(update={"key": copy.key}), batch.texts, None)
+            FinishedBatch(batch.texts, None, batch.record.model_copy(update={"key": copy.key}))
             for batch in run.batches[key]
         ]
     return Run(None, Listing(grids={KIND: tuple(cells)}), cells, batches)

@@ -17,7 +17,7 @@ from torch.nn.functional import cross_entropy, pad
 from transformers.cache_utils import DynamicCache
 
 from lapa2_interp._util.errors import LayoutError, ModelError
-from lapa2_interp.models.blocks import check_cache_grew, check_no_checkpointing
+from lapa2_interp.models.blocks import check_no_checkpointing, dropped_cache
 from lapa2_interp.models.cache_name import cache_name
 from lapa2_interp.models.configuration import short_context
 from lapa2_interp.models.lone_pass import lone_pass
@@ -211,7 +211,8 @@ def _nll_of_lone_pass(
         use_cache=cache is not None,
         **{cache_name(network): cache},
     )
-    check_cache_grew(network, cache is None or cache.get_seq_length() > slots)
+    if cache is not None and not cache.get_seq_length() > slots:
+        raise dropped_cache(network)
     scored = rows.targets[:, 1:]
     nll = _TokenNll.apply(hidden[scored], _output_head(network), rows.ids[:, 1:][scored])
     return torch.zeros_like(scored, dtype=nll.dtype).masked_scatter(scored, nll)

@@ -12,7 +12,7 @@ from lapa2_interp.attention.tables import branch_name, pooled
 from lapa2_interp.bias.tokens import token_texts
 from lapa2_interp.models.load import shared_tokenizer
 from lapa2_interp.runs.manifest import Manifest
-from lapa2_interp.runs.run import FinishedCell, Run, finished_cell
+from lapa2_interp.runs.run import Run, finished_cell
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -53,7 +53,7 @@ def texts_to_show(run: Run, room: int) -> tuple[int, dict[str, Any]]:
         columns = []
         for arm, cell in arms.items():
             tokenizer = shared_tokenizer(cell.model)
-            shown_texts = text_column(finished_cell(run, cell.key), prompts, tokenizer)
+            shown_texts = text_column(run, cell.key, prompts, tokenizer)
             columns.append({"arm": arm, "cell": cell.key} | shown_texts)
         names = dict(zip(("setup", "task", "attribute", "method", "size"), labels, strict=True))
         shown.append(names | {"prompts": prompts, "arms": columns})
@@ -102,12 +102,13 @@ def _group_cells(run: Run) -> dict[tuple[str, ...], dict[str, Cell]]:
 
 
 def text_column(
-    cell: FinishedCell, prompts: Sequence[str], tokenizer: PreTrainedTokenizerBase
+    run: Run, key: str, prompts: Sequence[str], tokenizer: PreTrainedTokenizerBase
 ) -> dict[str, Any]:
     """A cell's texts with the attention that colours them, the branch of the attention, and its
     prefix."""
 
-    table, trace = cell.texts.reset_index(drop=True), cell.trace
+    made = finished_cell(run, key)
+    table, trace = made.texts.reset_index(drop=True), made.trace
     texts: list[dict[str, Any] | None] = []
     branch, has_prefix = "", False
     masses: dict[str, np.ndarray] = {}
@@ -128,7 +129,7 @@ def text_column(
             "t": token_texts(tokenizer, prompt, tokens),
             "end": str(row["finish"]),
         }
-        if cell.manifest.cell.is_chat:  # an answer begins in a line of its own
+        if run.by_key[key].is_chat:  # an answer begins in a line of its own
             text["asked"] = f"{row.get('message', prompt)}\n"
         for name in ("p", "b"):
             mass = masses[name][rows[0]][: len(tokens)] if name in masses else None
@@ -138,7 +139,7 @@ def text_column(
         texts.append(text)
     return {
         "branch": branch,
-        "prefix": _prefix_text(cell.manifest, branch) if has_prefix else "",
+        "prefix": _prefix_text(run.manifest(key), branch) if has_prefix else "",
         "texts": texts,
     }
 

@@ -30,12 +30,14 @@ from lapa2_interp._util.parsing import parse_object, read_text
 from lapa2_interp._util.paths import check_regular_file
 from lapa2_interp.attention.recorder import trace_bytes
 from lapa2_interp.attention.tables import select_layer_type, traced_layer_types
+from lapa2_interp.attention.trace import TracedTexts
 from lapa2_interp.bias.augmentation import Augmentations
 from lapa2_interp.bias.layout import Layout
 from lapa2_interp.circuits.contrast_set import ContrastSet
 from lapa2_interp.circuits.control import control_score
+from lapa2_interp.generation.batch import BatchPlan
 from lapa2_interp.generation.cell import Cell
-from lapa2_interp.generation.plan import BatchPlan, plan_batches
+from lapa2_interp.generation.plan import plan_batches
 from lapa2_interp.generation.teacher_forcing import teacher_forced
 from lapa2_interp.models.card import ModelCard, identify
 from lapa2_interp.models.facts import Model
@@ -44,7 +46,7 @@ from lapa2_interp.models.machine import usable_memory
 from lapa2_interp.runs.attention import ALIKE
 from lapa2_interp.runs.manifest import check_weights
 from lapa2_interp.runs.method_context import ModelContext
-from lapa2_interp.runs.run import FinishedCell, Run, finished_cell, shown_only
+from lapa2_interp.runs.run import Run, finished_cell, shown_only
 from lapa2_interp.runs.worker import check_files
 from lapa2_interp.stats import bounds
 from lapa2_interp.tasks.task import Prompts, Task
@@ -377,7 +379,7 @@ def _attention_trace(
     return trace
 
 
-def _first_answers(made: FinishedCell) -> FinishedCell:
+def _first_answers(made: TracedTexts) -> TracedTexts:
     """A cell with the first answer of each chat alone."""
     if "turn" not in made.texts:
         return made
@@ -386,7 +388,7 @@ def _first_answers(made: FinishedCell) -> FinishedCell:
     return replace(made, texts=made.texts[first].reset_index(drop=True), trace=trace)
 
 
-def _selected_tokens(made: FinishedCell, selected: SelectedText) -> tuple[list[int], str, int]:
+def _selected_tokens(made: TracedTexts, selected: SelectedText) -> tuple[list[int], str, int]:
     """Tokens of the selected text, the reason why it ended, and its row in the table of texts."""
     table = made.texts
     rows = np.flatnonzero(
@@ -461,7 +463,7 @@ def _step_control(
 
 
 def _means_by_prompt(
-    made: FinishedCell, branch: str, part: str, steps: int
+    made: TracedTexts, branch: str, part: str, steps: int
 ) -> dict[str, Float[np.ndarray, "layer head"]]:
     """A cell's attention on a part of the keys by prompt, mean over its texts and the first steps;
     empty without a full trace.

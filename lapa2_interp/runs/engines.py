@@ -187,10 +187,10 @@ class LocalPool(Engine):
     def _new(self, number: int) -> WorkerProcess:
         import torch
 
-        device, *others = self._settings
+        device, *settings = self._settings
         if device in (None, "cuda") and torch.cuda.is_available():
             device = f"cuda:{number % torch.cuda.device_count()}"
-        return WorkerProcess(device, *others)
+        return WorkerProcess(device, *settings)
 
 
 def _end(slot: Slot) -> None:
@@ -357,11 +357,11 @@ def _sigint_blocked() -> Iterator[None]:
         yield
         return
     resource_tracker.ensure_running()  # it would unblock the signal
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT,))
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT,))
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
 @contextmanager
@@ -395,10 +395,10 @@ def local_engine(
     import torch
 
     if workers is None:
-        named = torch.device(default_device() if device in (None, AUTO_DTYPE) else str(device))
-        one = device == AUTO_DTYPE or named.index is not None  # a model over all GPUs, or on one
+        asked = torch.device(default_device() if device in (None, AUTO_DTYPE) else str(device))
+        one = device == AUTO_DTYPE or asked.index is not None  # a model over all GPUs, or on one
         on_gpus = 1 if one else torch.cuda.device_count()
-        workers = on_gpus if named.type == "cuda" else max(1, n_cores() // threads)
+        workers = on_gpus if asked.type == "cuda" else max(1, n_cores() // threads)
     if workers == 1:
         return InProcess(device, threads, pack=pack, attn=attn)
     return LocalPool(workers, device, threads, pack, attn)

@@ -11,10 +11,11 @@ from functools import lru_cache
 
 from lapa2_interp._util.errors import RunError, parameter
 from lapa2_interp._util.terminal import format_bytes
+from lapa2_interp.attention.cache import CACHE_BYTES
 from lapa2_interp.attention.recorder import trace_bytes
 from lapa2_interp.bias.text_start import NO_START
 from lapa2_interp.generation.cell import Cell
-from lapa2_interp.generation.plan import CACHE_BYTES, MAX_ROWS
+from lapa2_interp.generation.plan import MAX_ROWS
 from lapa2_interp.models import machine
 from lapa2_interp.models.prepacked import MEMORY_SHARE
 from lapa2_interp.models.sizes import DTYPE_BYTES, model_size, weight_bytes
@@ -102,9 +103,10 @@ def row_tokens_of(cell: Cell) -> int:
 def stored_bytes(cell: Cell, n_layers: int, n_heads: int) -> int:
     """Bytes of a cell's texts and trace, by a model with `n_layers` layers of `n_heads` heads."""
     rows = cell.n_texts * len(cell.branches)
-    trace = trace_bytes(cell.trace, rows, cell.length, n_layers, n_heads, 0, 0)
-    if cell.trace != "none":  # every prefix token by itself
-        trace += 4 * rows * cell.length * _prefix_length(cell)
+    trace = 0
+    if cell.trace != "none":
+        trace = trace_bytes(cell.trace, rows, cell.length, n_layers, n_heads, 0, 0)
+        trace += 4 * rows * cell.length * _prefix_length(cell)  # every prefix token by itself
     context = cell.n_texts * _later_keys(cell) // 2 * ID_BYTES
     return CELL_BYTES + cell.n_texts * cell.length * TOKEN_BYTES + context + trace
 

@@ -128,14 +128,14 @@ def open_run(
     if twice := [name for name in names if names.count(name) > 1]:
         raise GridError(f"two grids have the name {twice[0]}; rename a file, or use two runs")
     check_name(folder)
-    known = (LISTING, LOCK, CELLS)
+    names_of_run = (LISTING, LOCK, CELLS)
     with writing(folder):
         if (
             folder.is_dir()
             and not (folder / LISTING).exists()
             and not lost_listing(folder)
             and any(
-                entry.name not in known and not entry.name.startswith(TEMPORARY_PREFIX)
+                entry.name not in names_of_run and not entry.name.startswith(TEMPORARY_PREFIX)
                 for entry in folder.iterdir()
             )
         ):
@@ -150,21 +150,25 @@ def open_run(
         remove_abandoned(folder)
         listing = read_listing(folder) if (folder / LISTING).exists() else Listing()
         # A label that another grid of the run may have given stays.
-        others = {key for name, keys in listing.grids.items() if name not in names for key in keys}
-        others |= {cell.key for grid in grids for cell in grid.cells if cell.label}
+        labelled_elsewhere = {
+            key for name, keys in listing.grids.items() if name not in names for key in keys
+        }
+        labelled_elsewhere |= {cell.key for grid in grids for cell in grid.cells if cell.label}
         for grid in grids:
             for cell in grid.cells:
-                write_cell(folder / CELLS / cell.key, cell, keep_label=cell.key in others)
+                write_cell(
+                    folder / CELLS / cell.key, cell, keep_label=cell.key in labelled_elsewhere
+                )
             listing.grids[grid.name] = tuple(cell.key for cell in grid.cells)
         write_listing(folder, listing)
     run = load_run(folder, earlier=True)
     if left := [key for key in run.by_key if not listing.with_cell(key)]:
         arms = dict.fromkeys(run.by_key[key].description for key in left)
-        shown = "; ".join(list(arms)[:2]) + "; ..." * (len(arms) > 2)
+        some_arms = "; ".join(list(arms)[:2]) + "; ..." * (len(arms) > 2)
         notify(
             f"{pluralize(len(left), 'cell')} of an earlier grid {'is' if len(left) == 1 else 'are'}"
-            f" in {folder} too, and in no table or report: {shown}; `{command('runs', folder)}`"
-            " lists them, and with --remove-earlier removes them"
+            f" in {folder} too, and in no table or report: {some_arms};"
+            f" `{command('runs', folder)}` lists them, and with --remove-earlier removes them"
         )
     return load_run(folder)
 
@@ -227,9 +231,9 @@ def fill_run(
             for key in keys
             if run.state(key) != "finished" or _missing(_sound_records(run, key))
         ]
-    before = len(keys) - len(todo)
+    n_finished = len(keys) - len(todo)
     if not todo:
-        return Swept(before, 0, (), folder=folder)
+        return Swept(n_finished, 0, (), folder=folder)
     # Cells of one model follow each other, so that a worker seldom loads another.
     todo.sort(key=lambda cell: (cell.model, cell.dtype, cell.model_class, cell.start))
     total = sum(map(row_tokens_of, todo))
@@ -237,7 +241,7 @@ def fill_run(
         progress = _Filling(run, todo, engine, notify, bar)
         progress.all()
     return Swept(
-        before + progress.there,
+        n_finished + progress.there,
         progress.made,
         tuple(progress.failed),
         progress.elsewhere,
@@ -395,14 +399,14 @@ class _Filling:
                 f"{self.run.name} is gone: it was moved or removed; bring it back and repeat the"
                 " command, which resumes from what is there"
             )
-        open_cell, shown = job.open_cell, job.open_cell.shown.pop(job.number, 0)
+        open_cell, shown_tokens = job.open_cell, job.open_cell.shown.pop(job.number, 0)
         if error := future.exception():  # its worker died
-            self.bar.update(-shown)
+            self.bar.update(-shown_tokens)
             self._again(job, error)
             return
         outcome, self.failed_starts = future.result(), 0
         if isinstance(outcome, Failure):
-            self.bar.update(-shown)
+            self.bar.update(-shown_tokens)
             self._fail(open_cell, outcome)
             return
         cell, record, folder = (
@@ -412,10 +416,10 @@ class _Filling:
         )
         self._check_same_weights(cell, record.model.weights)
         if not open_cell.begun and open_cell.records:
-            before = next(iter(open_cell.records.values()))
-            changes = before.changes(record)
-            if not changes and before.n_batches != record.n_batches:
-                changes = f"n_batches was {before.n_batches} and is {record.n_batches}"
+            earlier = next(iter(open_cell.records.values()))
+            changes = earlier.changes(record)
+            if not changes and earlier.n_batches != record.n_batches:
+                changes = f"n_batches was {earlier.n_batches} and is {record.n_batches}"
             if changes:
                 self.notify(
                     f"{cell.description} ({cell.key}):"
@@ -427,7 +431,7 @@ class _Filling:
         write_batch(folder, job.number, outcome)
         open_cell.records[job.number] = record
         self.memory = max(self.memory, record.memory)
-        self.bar.update(_share(cell, record.n_texts) * (not open_cell.failed) - shown)
+        self.bar.update(_share(cell, record.n_texts) * (not open_cell.failed) - shown_tokens)
         if not open_cell.begun:
             open_cell.begun, prepacking = True, record.model.prepacking
             self.ready.extend(
@@ -480,11 +484,13 @@ class _Filling:
     def _check_same_weights(self, cell: Cell, now: str) -> None:
         """Refuse a model whose weights have changed since other texts of the run were made."""
         if cell.model not in self.weights:
-            others = (
+            keys_of_model = (
                 key for key, another in self.run.by_key.items() if another.model == cell.model
             )
-            known = (record for key in others for record in _sound_records(self.run, key).values())
-            self.weights[cell.model] = next((record.model.weights for record in known), now)
+            records = (
+                record for key in keys_of_model for record in _sound_records(self.run, key).values()
+            )
+            self.weights[cell.model] = next((record.model.weights for record in records), now)
         name = f"{cell.model}'s weights"
         check_same_inputs({name: self.weights[cell.model]}, {name: now}, self.run.require_folder())
 

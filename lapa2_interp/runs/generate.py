@@ -27,8 +27,9 @@ from lapa2_interp._util.values import Count, Temperature
 from lapa2_interp.attention.recorder import trace_bytes
 from lapa2_interp.attention.trace import TraceKind
 from lapa2_interp.bias.text_start import AUTO_START, describe_start
+from lapa2_interp.generation.batch import BatchPlan
 from lapa2_interp.generation.cell import Cell
-from lapa2_interp.generation.plan import BatchPlan, plan_batches
+from lapa2_interp.generation.plan import plan_batches
 from lapa2_interp.generation.resolve import cells_of
 from lapa2_interp.generation.settings import (
     AugmentationSetting,
@@ -40,8 +41,7 @@ from lapa2_interp.generation.settings import (
     python_values,
     settings_named,
 )
-from lapa2_interp.methods.base import Method, MethodContext
-from lapa2_interp.models.card import identify
+from lapa2_interp.methods.base import Method
 from lapa2_interp.models.facts import Model
 from lapa2_interp.models.fingerprint import weights_read_once
 from lapa2_interp.models.load import accepts_model_name, load_model, resolve_model
@@ -194,7 +194,6 @@ def make_cells(
     cells: Sequence[Cell],
     *,
     name: str = GRID,
-    context: MethodContext | None = None,
     announce: Callable[[Model, Sequence[BatchPlan]], None] | None = None,
 ) -> Run:
     """Make cells of one model, in this process and in memory; `sweep` makes many, in a folder.
@@ -205,14 +204,13 @@ def make_cells(
     Args:
         model: The cells' model. Everything is resolved and checked before the first token.
         name: What the run calls the grid of these cells.
-        context: What methods prepare with; one of the model by default.
         announce: Called with the model and the plans before the first token.
 
     Raises:
         Lapa2Error: As `plan_batches`.
         ModelError: A block such as `augmented` is open on the model.
     """
-    context = context or ModelContext(model)
+    context = ModelContext(model)  # cells share what their methods prepare
     plans = {cell.key: plan_batches(model, cell, context) for cell in cells}
     if announce is not None:
         announce(model, list(plans.values()))
@@ -228,7 +226,7 @@ def make_cells(
                     raise
                 rows = max(map(len, plan.batches)) * len(plan.branches)
                 raise ModelError(
-                    f"the memory of {identify(model).device} does not hold {rows} rows at once;"
+                    f"the memory of {plan.card.device} does not hold {rows} rows at once;"
                     f" give fewer texts a batch: {parameter('max_rows', 'N')}, below this number"
                 ) from error
     grids = {name: tuple(plans)}
@@ -243,7 +241,7 @@ def announcement(model: Model, plans: Sequence[BatchPlan]) -> str:
         f"{texts} texts, {sum(plan.new_tokens for plan in plans)} new tokens, branches"
         f" {', '.join(plans[0].branches)}"
     )
-    card = identify(model)
+    card = plans[0].card
     line += f"; plain text starts with {describe_start(card.start_token, card.start_source)}"
     if trace == "none":
         return line

@@ -133,7 +133,7 @@ class MethodProcessor(LogitsProcessor):
         weights = mask(method.combine(mask_main_branch(self.log_probs, mask), self.state))
         if not weights.amax(dim=1).isfinite().all():
             step = input_ids.shape[1] - len(self.prompt)
-            check_numbers(self.model, self.plan, logits, step)
+            check_numbers(self.plan, logits, step)
             raise MethodError(
                 f"no token has positive weight at step {step} ({method.name}: {method.when_empty});"
                 f" {int(banned.sum(dim=1).max())} of {banned.shape[1]} tokens are banned in front"

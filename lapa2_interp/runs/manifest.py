@@ -4,27 +4,30 @@ from __future__ import annotations
 
 import subprocess
 from collections.abc import Sequence
-from datetime import datetime
+from datetime import UTC, datetime
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from lapa2_interp._util.errors import TraceError
 from lapa2_interp._util.version import __version__
+from lapa2_interp.generation.batch import BatchPlan
 from lapa2_interp.generation.cell import Cell
-from lapa2_interp.generation.plan import BatchPlan
 from lapa2_interp.models.card import ModelCard, identify
-from lapa2_interp.models.facts import Model
-from lapa2_interp.models.machine import processor_kind
+from lapa2_interp.models.facts import Model, describe_paths
+from lapa2_interp.models.machine import peak_memory, processor_kind
 from lapa2_interp.prefixes.soft_prefix import SoftPrefixName
 
+if TYPE_CHECKING:
+    import pandas as pd
 
-class Provenance(BaseModel):
-    """The software, the machine and the model that made texts: with the cell, all that decides
-    them."""
+
+class Facts(BaseModel):
+    """Facts of generated texts: the software, the machine and the model that made them, which with
+    the cell are all that decides them; and the work that it was."""
 
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
@@ -50,45 +53,6 @@ class Provenance(BaseModel):
     merged: tuple[str, ...] = ()
     """Tokens that span the boundary between a prefix and a prompt."""
 
-    @classmethod
-    def of(cls, model: Model, plan: BatchPlan) -> Provenance:
-        """Provenance of texts that this process makes now."""
-        import torch
-
-        card = identify(model)
-        # Without the number of the GPU: workers with other GPUs make the cell's other batches.
-        device = card.device.partition(":")[0]
-        return cls(
-            commit=source_commit(),
-            versions=library_versions(),
-            processor=processor_kind(device),
-            threads=torch.get_num_threads() if device == "cpu" else None,
-            model=card.model_copy(update={"device": device}),
-            branches=plan.prefix_names,
-            prepared=plan.summaries,
-            merged=tuple(plan.merged),
-        )
-
-    def changes(self, now: Provenance) -> str:
-        """What would make other texts now, in words; empty where nothing would."""
-        before, after = (
-            _leaves(
-                provenance.model_dump(
-                    mode="json", include=set(Provenance.model_fields) - {"commit"}
-                )
-            )
-            for provenance in (self, now)
-        )
-        return ", ".join(
-            f"{name.rpartition('.')[2]} was {before.get(name)} and is {after.get(name)}"
-            for name in dict.fromkeys([*before, *after])
-            if before.get(name) != after.get(name)
-        )
-
-
-class GenerationFacts(Provenance):
-    """Facts of generated texts."""
-
     created: datetime
     """Time at which the last of them was finished, UTC."""
     seconds: float = Field(ge=0, allow_inf_nan=False)
@@ -99,7 +63,11 @@ class GenerationFacts(Provenance):
     """Texts that ended because no token was left to draw (`finish` is "empty"), and why."""
 
 
-class BatchRecord(GenerationFacts):
+NO_REASONS = {"commit", "created", "seconds", "new_tokens", "problems"}
+"""Facts that decide no text."""
+
+
+class BatchRecord(Facts):
     """NNN.json: facts of a finished batch."""
 
     key: str
@@ -113,8 +81,51 @@ class BatchRecord(GenerationFacts):
     sha256: dict[str, str] = {}
     """The sha256 of each file of the batch."""
 
+    @classmethod
+    def of(cls, model: Model, plan: BatchPlan, texts: pd.DataFrame, seconds: float) -> BatchRecord:
+        """The record of texts that this process has made now."""
+        import torch
 
-class Manifest(GenerationFacts):
+        # Without the number of the GPU: workers with other GPUs make the cell's other batches.
+        device = plan.card.device.partition(":")[0]
+        decided = {
+            "device": device,
+            "prepacking": plan.card.prepacking,
+            "attn": describe_paths(model),
+        }
+        return cls(
+            commit=source_commit(),
+            versions=library_versions(),
+            processor=processor_kind(device),
+            threads=torch.get_num_threads() if device == "cpu" else None,
+            model=identify(model).model_copy(update=decided),
+            branches=plan.prefix_names,
+            prepared=plan.summaries,
+            merged=tuple(plan.merged),
+            created=datetime.now(UTC),
+            seconds=round(seconds, 3),
+            new_tokens=int(texts["n_tokens"].sum()),
+            problems=problems_of(plan, texts),
+            key=plan.cell.key,
+            n_batches=len(plan.batches),
+            n_texts=len(texts),
+            memory=peak_memory(device),
+        )
+
+    def changes(self, now: BatchRecord) -> str:
+        """What would make other texts now, in words; empty where nothing would."""
+        reasons = set(Facts.model_fields) - NO_REASONS
+        recorded, current = (
+            _leaves(record.model_dump(mode="json", include=reasons)) for record in (self, now)
+        )
+        return ", ".join(
+            f"{name.rpartition('.')[2]} was {recorded.get(name)} and is {current.get(name)}"
+            for name in dict.fromkeys([*recorded, *current])
+            if recorded.get(name) != current.get(name)
+        )
+
+
+class Manifest(Facts):
     """The cell, and what else decided its texts and numbers."""
 
     cell: Cell
@@ -123,15 +134,14 @@ class Manifest(GenerationFacts):
     @classmethod
     def joined(cls, cell: Cell, records: Sequence[BatchRecord]) -> Manifest:
         """Manifest of a cell of these batches."""
-        shared = {name: getattr(records[0], name) for name in Provenance.model_fields}
-        return cls(
-            **shared,
-            cell=cell,
-            created=max(record.created for record in records),
-            seconds=round(sum(record.seconds for record in records), 3),
-            new_tokens=sum(record.new_tokens for record in records),
-            problems=tuple(problem for record in records for problem in record.problems),
-        )
+        shared = {name: getattr(records[0], name) for name in Facts.model_fields}
+        joined = {
+            "created": max(record.created for record in records),
+            "seconds": round(sum(record.seconds for record in records), 3),
+            "new_tokens": sum(record.new_tokens for record in records),
+            "problems": tuple(problem for record in records for problem in record.problems),
+        }
+        return cls(**shared | joined, cell=cell)
 
 
 def check_weights(manifest: Manifest, model: Model) -> None:
@@ -145,6 +155,21 @@ def check_weights(manifest: Manifest, model: Model) -> None:
         raise TraceError(
             f"the run was made with weights {weights}, and here {card.name} has {card.weights}"
         )
+
+
+def problems_of(plan: BatchPlan, texts: pd.DataFrame) -> tuple[str, ...]:
+    """One sentence if texts of a batch ran out of tokens; usually nothing."""
+    ended = [
+        f"{row['prompt']!r} sample {row['sample']} at step {row['n_tokens']}"
+        for row in texts[texts["finish"] == "empty"].to_dict("records")
+    ]
+    if not ended:
+        return ()
+    more = f" and {len(ended) - 1} more" if len(ended) > 1 else ""
+    return (
+        f"no token has positive weight for {ended[0]}{more} ({plan.method.name}:"
+        f" {plan.method.when_empty}); the texts up to there are kept",
+    )
 
 
 def _leaves(value: Any, name: str = "") -> dict[str, Any]:

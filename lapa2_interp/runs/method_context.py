@@ -14,6 +14,8 @@ import hashlib
 import json
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -33,7 +35,7 @@ from lapa2_interp.generation.loop import decode_batch
 from lapa2_interp.generation.plan import plan_batches
 from lapa2_interp.generation.resolve import cell_of
 from lapa2_interp.methods.base import Method
-from lapa2_interp.models.card import identify, weights_id
+from lapa2_interp.models.card import ModelCard, identify, weights_id
 from lapa2_interp.models.facts import Model, facts_of
 from lapa2_interp.models.machine import processor_kind
 from lapa2_interp.models.readable_weights import check_weights_readable
@@ -47,20 +49,33 @@ DRAFT_SEEDS = 2**40
 steer it."""
 
 
+@dataclass(eq=False)
 class ModelContext:
     """A `methods.MethodContext` for a model from `load_model`.
 
-    Args:
+    Attributes:
         model: The model whose texts are to be controlled.
     """
 
-    def __init__(self, model: Model) -> None:
-        self.model = model
-        self.card = identify(model)
-        self.end_ids = self.card.end_ids
-        self.n_layers = model.cfg.n_layers
-        self.gated = is_gated(model)
-        self._made: dict[Hashable, Any] = {}
+    model: Model
+    _made: dict[Hashable, Any] = field(default_factory=dict)
+
+    @cached_property
+    def card(self) -> ModelCard:
+        """The model's, which says which weights it has: most methods never ask."""
+        return identify(self.model)
+
+    @property
+    def end_ids(self) -> tuple[int, ...]:
+        return self.card.end_ids
+
+    @property
+    def n_layers(self) -> int:
+        return self.model.cfg.n_layers
+
+    @property
+    def gated(self) -> bool:
+        return is_gated(self.model)
 
     def cached(self, name: Hashable, make: Callable[[], T]) -> T:
         if name not in self._made:

@@ -29,7 +29,7 @@ from lapa2_interp._util.files import (
     result_folder,
 )
 from lapa2_interp._util.version import __version__
-from lapa2_interp.attention.trace import join_traces
+from lapa2_interp.attention.trace import TracedTexts, join_traces
 from lapa2_interp.generation.cell import Cell, same_label
 from lapa2_interp.runs.attention import ALIKE, SHOWN, Attention, HeadAttention, traced
 from lapa2_interp.runs.hub import SCORES, DataSet
@@ -58,22 +58,6 @@ from lapa2_interp.runs.store import (
 
 if TYPE_CHECKING:
     import xarray as xr
-
-
-@dataclass(frozen=True)
-class FinishedCell:
-    """A finished cell, its batches joined.
-
-    Attributes:
-        manifest: What decided it.
-        texts: One row per text.
-        trace: The recorded attention, row i of the texts being sample i; None where there is
-            none.
-    """
-
-    manifest: Manifest
-    texts: pd.DataFrame
-    trace: xr.Dataset | None
 
 
 @dataclass(frozen=True, repr=False)
@@ -221,8 +205,10 @@ class Run:
         }
         first = keys[0]
         if misfits := [key for key in keys if shapes[key] != shapes[first]]:
-            mine, others = (self.by_key[key].columns for key in (first, misfits[0]))
-            apart = [f"{name}={mine[name]!r}" for name in mine if mine[name] != others[name]]
+            of_first, misfit = (self.by_key[key].columns for key in (first, misfits[0]))
+            apart = [
+                f"{name}={of_first[name]!r}" for name in of_first if of_first[name] != misfit[name]
+            ]
             raise RunError(
                 f"the traces of cells {first} ({self._traced(first)}) and {misfits[0]}"
                 f" ({self._traced(misfits[0])}) do not fit together; choose cells alike, such as"
@@ -250,9 +236,9 @@ class Run:
                 f"{self.name} has no cells, since its {LISTING} has no grids; `lapa2 sweep GRID"
                 " --out RUN` gives it some"
             )
-        chosen = self.select(**wanted)
-        cells = chosen.cells
-        cells = cells[[chosen.by_key[key].trace != "none" for key in cells["key"]]]
+        selected = self.select(**wanted)
+        cells = selected.cells
+        cells = cells[[selected.by_key[key].trace != "none" for key in cells["key"]]]
         if not len(cells):
             raise TraceError(
                 f"{self.name} has no cell with a trace; generate it with"
@@ -322,11 +308,11 @@ class Run:
     def _repr_html_(self) -> str:
         """The run's cells as a short table, for notebooks."""
         columns = ["model", "task", "attribute", "method", "arm", "max_length", "samples", "state"]
-        shown = self.cells.reindex(columns=[*columns, "key"])
-        left = f"<p>and {len(shown) - SHOWN} more: <code>run.cells</code></p>"
-        table = shown.head(SHOWN).to_html(index=False, border=0)
-        return f"<p>{escape(self.name)}: {pluralize(len(shown), 'cell')}</p>{table}" + (
-            left if len(shown) > SHOWN else ""
+        cells = self.cells.reindex(columns=[*columns, "key"])
+        left = f"<p>and {len(cells) - SHOWN} more: <code>run.cells</code></p>"
+        table = cells.head(SHOWN).to_html(index=False, border=0)
+        return f"<p>{escape(self.name)}: {pluralize(len(cells), 'cell')}</p>{table}" + (
+            left if len(cells) > SHOWN else ""
         )
 
     def manifest(self, key: str | None = None) -> Manifest:
@@ -374,7 +360,7 @@ class Run:
             RunError: No such column, a value that no cell has, or values that no cell has together.
         """
         table = self.cells
-        chosen = pd.Series(True, index=table.index)
+        fits = pd.Series(True, index=table.index)
         wanted = {column: as_list(value) for column, value in wanted.items()}
         for column, values in wanted.items():
             if column not in table:
@@ -388,10 +374,10 @@ class Run:
                         f"{self.name} has no cell with {column}={value}; {column} may be"
                         f" {there or 'nothing: there is no cell'}"
                     )
-            chosen &= is_any_of(table[column], values)
-        if wanted and not chosen.any():
+            fits &= is_any_of(table[column], values)
+        if wanted and not fits.any():
             raise RunError(f"{self.name} has no cell with {shown_only(wanted)} together")
-        keys = set(table["key"][chosen]) if len(table) else set()
+        keys = set(table["key"][fits]) if len(table) else set()
         grids = {
             name: tuple(key for key in of_grid if key in keys)
             for name, of_grid in self.listing.grids.items()
@@ -407,17 +393,17 @@ class Run:
     def _keys(self, cells: str | Sequence[str] | None, wanted: Mapping[str, Any]) -> list[str]:
         """Keys of the finished cells that are asked for."""
         if cells is None:
-            chosen = list(self.select(**wanted).finished)
-            if wanted and not chosen:
+            selected = list(self.select(**wanted).finished)
+            if wanted and not selected:
                 raise RunError(f"no cell of {self.name} with {shown_only(wanted)} is finished")
-            return chosen
+            return selected
         if wanted:
             raise RunError(f"give keys, or values ({shown_only(wanted)}), not both")
         if isinstance(cells, Run):
             raise RunError("a run is not a key; ask the run itself: run.select(...).texts()")
         keys: list[Any] = list(dict.fromkeys(as_list(cells)))
-        known = [key for key in keys if key in self.by_key and self.state(key) == "finished"]
-        if missing := [key for key in keys if key not in known]:
+        finished = [key for key in keys if key in self.by_key and self.state(key) == "finished"]
+        if missing := [key for key in keys if key not in finished]:
             raise RunError(self._not_there(missing[0]))
         return keys
 
@@ -474,8 +460,8 @@ class Run:
         return f"{where} is not finished; `lapa2 sweep` with its grid makes it"
 
 
-def finished_cell(run: Run, key: str | None = None) -> FinishedCell:
-    """One cell's manifest, texts and trace as they are stored, read at once.
+def finished_cell(run: Run, key: str | None = None) -> TracedTexts:
+    """One cell's texts and trace as they are stored, its batches joined.
 
     Args:
         key: By default that of the only cell.
@@ -485,13 +471,13 @@ def finished_cell(run: Run, key: str | None = None) -> FinishedCell:
             cells.
     """
     key = run._only(key)
-    manifest = run.manifest(key)
+    run.manifest(key)  # refuses a cell that is not finished
     batches = run._batches(key)
     table = pd.concat([batch.texts for batch in batches], ignore_index=True)
     table = table.assign(arm=run.by_key[key].arm)
     # The joined trace may need another type than a batch was stored with: NaN is no integer.
     traces = [batch.trace.drop_encoding() for batch in batches if batch.trace is not None]
-    return FinishedCell(manifest, table, join_traces(traces, table) if traces else None)
+    return TracedTexts(table, join_traces(traces, table) if traces else None)
 
 
 def as_list(value: Any) -> list[Any]:
@@ -509,12 +495,12 @@ def shown_only(only: Mapping[str, Any] | None) -> str:
 
 def is_any_of(column: pd.Series, values: Iterable[Any]) -> pd.Series:
     """Which rows of a column have one of these values, as numbers or as text: "0.50" is 0.5."""
-    wanted = list(values)
-    same = column.astype(str).isin([str(value) for value in wanted])
+    choices = list(values)
+    same_text = column.astype(str).isin([str(value) for value in choices])
     if not pd.api.types.is_numeric_dtype(column):
-        return same
-    numbers = pd.to_numeric(pd.Series(wanted, dtype=object), errors="coerce").dropna()
-    return same | column.isin(numbers)
+        return same_text
+    numbers = pd.to_numeric(pd.Series(choices, dtype=object), errors="coerce").dropna()
+    return same_text | column.isin(numbers)
 
 
 def write_run(folder: Path, run: Run) -> None:

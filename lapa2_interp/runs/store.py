@@ -46,6 +46,7 @@ from lapa2_interp._util.paths import check_regular_file, looked_for
 from lapa2_interp._util.unpacking import check_hdf5, check_parquet
 from lapa2_interp._util.values import plain
 from lapa2_interp._util.version import __version__
+from lapa2_interp.attention.trace import TracedTexts
 from lapa2_interp.generation.cell import Cell, Key
 from lapa2_interp.runs.manifest import BatchRecord
 
@@ -79,18 +80,14 @@ WRITES_AGAIN = "remove it, and `lapa2 sweep` with the run's grids writes it agai
 
 
 @dataclass(frozen=True)
-class FinishedBatch:
+class FinishedBatch(TracedTexts):
     """A batch of rows of a cell, as it was made.
 
     Attributes:
         record: Facts about it.
-        texts: One row per text.
-        trace: Attention, sample i being row i; None where the cell has no trace.
     """
 
     record: BatchRecord
-    texts: pd.DataFrame
-    trace: xr.Dataset | None
 
 
 def write_batch(folder: Path, number: int, made: FinishedBatch) -> None:
@@ -143,11 +140,8 @@ def read_batch(folder: Path, number: int, cell: Cell) -> FinishedBatch:
     Raises:
         DamagedError: A file is missing, or not what was written.
     """
-    return FinishedBatch(
-        read_record(folder, number, cell),
-        read_texts(folder, number, cell),
-        read_trace(folder, number, cell),
-    )
+    record = read_record(folder, number, cell)
+    return FinishedBatch(read_texts(folder, number, cell), read_trace(folder, number, cell), record)
 
 
 def read_texts(folder: Path, number: int, cell: Cell) -> pd.DataFrame:
@@ -276,10 +270,10 @@ def state_of(folder: Path, cell: Cell) -> str:
         except DamagedError:
             return "damaged"
         pairs = zip(numbers, records, strict=True)
-        known = [record for number, record in pairs if number < record.n_batches]
-        if not agree(known, cell):
+        counted = [record for number, record in pairs if number < record.n_batches]
+        if not agree(counted, cell):
             return "damaged"
-        if len(known) == len(records) == records[0].n_batches:
+        if len(counted) == len(records) == records[0].n_batches:
             return "finished"
     if FAILED in names:
         return "failed"

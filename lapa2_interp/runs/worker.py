@@ -12,25 +12,23 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from time import perf_counter
 
-import pandas as pd
 from tqdm import tqdm
 
 from lapa2_interp._util.errors import RunError, parameter
 from lapa2_interp._util.terminal import caused_by_stop
+from lapa2_interp.generation.batch import BatchPlan
 from lapa2_interp.generation.cell import Cell
 from lapa2_interp.generation.loop import decode_batch
-from lapa2_interp.generation.plan import BatchPlan, plan_batches
+from lapa2_interp.generation.plan import plan_batches
 from lapa2_interp.generation.resolve import digests
 from lapa2_interp.methods.registry import find_class
-from lapa2_interp.models.attention_interface import describe_paths
-from lapa2_interp.models.card import identify
 from lapa2_interp.models.facts import Model
 from lapa2_interp.models.fingerprint import weights_read_once
 from lapa2_interp.models.load import load_model
-from lapa2_interp.models.machine import default_device, is_out_of_memory, peak_memory, torch_threads
+from lapa2_interp.models.machine import default_device, is_out_of_memory, torch_threads
 from lapa2_interp.models.prepacked import Prepacking
 from lapa2_interp.prefixes.soft_prefix import SoftPrefixName
-from lapa2_interp.runs.manifest import BatchRecord, Provenance
+from lapa2_interp.runs.manifest import BatchRecord
 from lapa2_interp.runs.method_context import ModelContext
 from lapa2_interp.runs.store import Failure, FinishedBatch
 
@@ -39,7 +37,11 @@ PLANS = 8
 
 
 def make_batch(
-    model: Model, plan: BatchPlan, number: int, progress: tqdm | None = None
+    model: Model,
+    plan: BatchPlan,
+    number: int,
+    progress: tqdm | None = None,
+    seconds: float = 0.0,
 ) -> FinishedBatch:
     """Decode one batch of a plan.
 
@@ -49,6 +51,7 @@ def make_batch(
     Args:
         number: Which of the plan's batches.
         progress: A bar to advance by tokens; by default none.
+        seconds: What preparing took, which counts in the record's.
 
     Raises:
         RunError: As `check_files`.
@@ -57,34 +60,8 @@ def make_batch(
     check_files(plan)
     began = perf_counter()
     made = decode_batch(model, plan, plan.batches[number], progress)
-    model.lapa2_card = identify(model).model_copy(update={"attn": describe_paths(model)})
-    record = BatchRecord(
-        **dict(Provenance.of(model, plan)),
-        key=plan.cell.key,
-        n_batches=len(plan.batches),
-        n_texts=len(made.texts),
-        created=datetime.now(UTC),
-        seconds=round(perf_counter() - began, 3),
-        new_tokens=int(made.texts["n_tokens"].sum()),
-        problems=problems_of(plan, made.texts),
-        memory=peak_memory(identify(model).device.partition(":")[0]),
-    )
-    return FinishedBatch(record, made.texts, made.trace)
-
-
-def problems_of(plan: BatchPlan, texts: pd.DataFrame) -> tuple[str, ...]:
-    """One sentence if texts of a batch ran out of tokens; usually nothing."""
-    ended = [
-        f"{row['prompt']!r} sample {row['sample']} at step {row['n_tokens']}"
-        for row in texts[texts["finish"] == "empty"].to_dict("records")
-    ]
-    if not ended:
-        return ()
-    more = f" and {len(ended) - 1} more" if len(ended) > 1 else ""
-    return (
-        f"no token has positive weight for {ended[0]}{more} ({plan.method.name}:"
-        f" {plan.method.when_empty}); the texts up to there are kept",
-    )
+    record = BatchRecord.of(model, plan, made.texts, seconds + perf_counter() - began)
+    return FinishedBatch(made.texts, made.trace, record)
 
 
 class Worker:
@@ -106,7 +83,7 @@ class Worker:
     ) -> None:
         self.device = device or default_device()
         self.threads, self.pack, self.workers, self.attn = threads, pack, workers, attn
-        self._model: tuple[tuple[str, ...], Model, ModelContext, Prepacking | None] | None = None
+        self._model: tuple[tuple[str, ...], Model, ModelContext] | None = None
         self._plans: dict[str, BatchPlan] = {}
 
     @weights_read_once()
@@ -127,15 +104,11 @@ class Worker:
         on_cpu = self.device.partition(":")[0] == "cpu"
         with torch_threads(self.threads) if on_cpu else nullcontext():
             began = perf_counter()
-            model, _, own = self._loaded(cell)
-            plan = self.plan(cell)
-            prepacking = prepacking or own
-            model.lapa2_card = identify(model).model_copy(update={"prepacking": prepacking})
-            prepared = perf_counter() - began
-            made = make_batch(model, plan, number, progress)
-        seconds = round(made.record.seconds + prepared, 3)
-        record = made.record.model_copy(update={"seconds": seconds})
-        return replace(made, record=record)
+            model, plan = self.model(cell), self.plan(cell)
+            if prepacking is not None:
+                card = plan.card.model_copy(update={"prepacking": prepacking})
+                plan = replace(plan, card=card)
+            return make_batch(model, plan, number, progress, perf_counter() - began)
 
     def try_batch(
         self,
@@ -158,9 +131,9 @@ class Worker:
         """The cell's model; the one before it is let go first."""
         return self._loaded(cell)[0]
 
-    def _loaded(self, cell: Cell) -> tuple[Model, ModelContext, Prepacking | None]:
-        wanted = (cell.model, cell.dtype, cell.model_class, cell.start)
-        if self._model is None or self._model[0] != wanted:
+    def _loaded(self, cell: Cell) -> tuple[Model, ModelContext]:
+        settings = (cell.model, cell.dtype, cell.model_class, cell.start)
+        if self._model is None or self._model[0] != settings:
             self._model = None
             self._plans.clear()
             loaded = load_model(
@@ -173,12 +146,12 @@ class Worker:
                 attn=self.attn,
                 start=cell.start,
             )
-            self._model = (wanted, loaded, ModelContext(loaded), identify(loaded).prepacking)
+            self._model = (settings, loaded, ModelContext(loaded))
         return self._model[1:]
 
     def plan(self, cell: Cell) -> BatchPlan:
         """The cell's plan; plans of one model share what their methods have prepared."""
-        model, context, _ = self._loaded(cell)
+        model, context = self._loaded(cell)
         if cell.key not in self._plans:
             # Who sweeps has allowed the method's code, or nobody would ask for it.
             find_class(cell.method, allow_code=True)

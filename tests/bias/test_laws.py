@@ -12,7 +12,8 @@ from conftest import MODEL_CLASSES, generate, load
 
 from lapa2_interp import Augmentation, Layout, augmented
 from lapa2_interp._util.errors import AugmentationError, LayoutError
-from lapa2_interp.attention.cache import RecomputedRows, new_rows
+from lapa2_interp.attention.cache import new_rows
+from lapa2_interp.attention.recomputed_rows import RecomputedRows
 from lapa2_interp.bias.augmentation import BIAS_CAP
 from lapa2_interp.bias.layout import left_pad
 from lapa2_interp.bias.theory import shifted_share

@@ -29,11 +29,11 @@ def test_generate_writes_a_run_that_loads_back(tmp_path, capsys):
         " --seed 1 --patterns 0.1"
     )
     assert lapa2(line, "--out", out) == 0
-    run = finished_cell(load_run(out))
-    assert run.manifest.cell.arm == "alpha 0.5 paper"
-    assert [rule.alpha for rule in run.manifest.cell.active_augmentations] == [0.5]
+    (cell,), run = load_run(out).by_key.values(), finished_cell(load_run(out))
+    assert cell.arm == "alpha 0.5 paper"
+    assert [rule.alpha for rule in cell.active_augmentations] == [0.5]
     assert run.texts["prompt"].tolist() == ["The lake"] * 4 + ["The sea"] * 4
-    assert run.manifest.cell.patterns == ((0, 1),)
+    assert cell.patterns == ((0, 1),)
     printed = capsys.readouterr()
     assert run.texts["text"][0] in printed.out
     assert "8 texts, " in printed.err
@@ -139,7 +139,7 @@ def test_texts_that_ran_out_of_tokens_are_written_and_reported(tmp_path, capsys)
     assert "lower omega" in error
     run = finished_cell(load_run(tmp_path / "run"))
     assert run.texts["finish"].tolist() == ["empty"]
-    assert run.manifest.problems[0] in error
+    assert load_run(tmp_path / "run").manifest().problems[0] in error
 
 
 def test_trace_reads_a_run_and_never_writes_over_one(made, tmp_path, capsys):

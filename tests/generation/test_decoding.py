@@ -7,7 +7,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from conftest import generate, load, plan, run_of, soft_set
+from conftest import decode_plan, generate, load, plan, run_of, soft_set
 from oracle import oracle_logits
 
 from lapa2_interp import Augmentation, augmented
@@ -40,6 +40,17 @@ def made(
     **settings,
 ):
     return generate(model, method, task, attribute, list(prompts), **({"length": 24} | settings))
+
+
+def test_the_loop_never_asks_which_model_it_has(monkeypatch):
+    """Weights are identified where a run is planned and where its record is written."""
+    model = load("tiny-gpt2")
+    settings = {"length": 18, "samples": 1, "trace": "none", "eos": "stop"}
+    todo = plan(model, PREFIX, SENTIMENT, "positive", ["The lake"], None, **settings)
+    ends = todo.card.model_copy(update={"end_ids": tuple(range(257))})
+    monkeypatch.setattr("lapa2_interp.models.card.fingerprint", lambda _: pytest.fail("asked"))
+    (text,) = decode_plan(model, dataclasses.replace(todo, card=ends)).texts.itertuples()
+    assert (text.n_tokens, text.finish) == (1, "end")  # the plan's card says what ends a text
 
 
 def test_rows_under_different_rules_equal_full_recomputation(tiny, model_class):

@@ -121,7 +121,7 @@ CALLS = {
     **{
         f"a silent change of the network by {method}": (
             lambda row=(method, parameters): undeclared(*row),
-            f"{method} prepares shifts or a reminder, .* declare changes_network = True",
+            f"{method} intervenes, .* declare changes_network = True",
             MethodError,
         )
         for method, parameters in (("caa", {"strength": 1.0}), ("remind", {"every": 4}))

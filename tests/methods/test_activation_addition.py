@@ -11,8 +11,9 @@ from steering_vectors import train_steering_vector
 from lapa2_interp import Augmentation, Layout, augmented, load_model
 from lapa2_interp._util.errors import DeadHookError, MethodError, ModelError, TaskError
 from lapa2_interp.attention import cache
-from lapa2_interp.attention.cache import RecomputedRows, RereadRows, new_rows
+from lapa2_interp.attention.cache import RereadRows, new_rows
 from lapa2_interp.attention.continued_rows import continued_rows
+from lapa2_interp.attention.recomputed_rows import RecomputedRows
 from lapa2_interp.attention.residual import edited_residual, mean_residual, shifted_residual
 from lapa2_interp.bias.layout import left_pad
 from lapa2_interp.generation.sampling import draw, uniforms
@@ -219,15 +220,15 @@ def test_the_default_layer_is_in_the_middle():
     method = methods.get("caa")
     context = ModelContext(model)
     prepared = method.prepare(context, task, "nontoxic", "The lake")
-    assert list(prepared.shifts) == [2]
+    assert list(prepared.known) == [2]
     (name,) = prepared.summary
     assert name == "norm of the vector, by layer"
     assert prepared.summary[name].keys() == {"2"}
-    assert method.prepare(context, task, "nontoxic", "I saw").shifts is prepared.shifts
+    assert method.prepare(context, task, "nontoxic", "I saw").known is prepared.known
     prefixes = [task.prefix(name) for name in ("nontoxic", "toxic")]
     network = load_transformers("tiny-gpt2", "float32")[0]
     wanted = by_hand(network, model.tokenizer, extra_prompts("detox")[:32], prefixes, 2)
-    assert torch.allclose(prepared.shifts[2], wanted, rtol=0, atol=1e-5)
+    assert torch.allclose(prepared.known[2], wanted, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize(

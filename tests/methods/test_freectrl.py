@@ -19,10 +19,10 @@ from lapa2_interp._util.errors import (
     AugmentationError,
     MethodError,
 )
-from lapa2_interp.attention.cache import RecomputedRows
 from lapa2_interp.attention.neurons import (
     promoting_neurons,
 )
+from lapa2_interp.attention.recomputed_rows import RecomputedRows
 from lapa2_interp.bias.layout import Layout
 from lapa2_interp.generation.sampling import draw, uniforms
 from lapa2_interp.methods import registry as methods
@@ -201,7 +201,7 @@ def test_refused_texts_are_drawn_again_with_other_numbers(words_model, word_file
     trials = []
     for trial in range(3):
         monkeypatch.setattr(
-            "lapa2_interp.generation.plan.uniforms",
+            "lapa2_interp.generation.batch.uniforms",
             lambda *key, trial=trial: uniforms(*key[:4], trial),
         )
         trials.append(generate(words_model, method, task, "positive", prompts, **settings))

@@ -21,16 +21,19 @@ from lapa2_interp.generation.plan import plan_batches
 from lapa2_interp.generation.teacher_forcing import teacher_forced
 from lapa2_interp.methods import load_task
 from lapa2_interp.models.attention_interface import (
-    AUTO_SCORES,
-    FUSED,
     AttentionHooks,
-    decided_path,
     hook_attention,
-    path_of_pass,
     read_without_matrix,
 )
 from lapa2_interp.models.cache_name import cache_name
-from lapa2_interp.models.facts import TransformersModel, facts_of
+from lapa2_interp.models.facts import (
+    AUTO_SCORES,
+    FUSED,
+    TransformersModel,
+    decided_path,
+    facts_of,
+    path_of_pass,
+)
 from lapa2_interp.paper.propositions import exponent_table, stack_alphas
 from lapa2_interp.runs.method_context import ModelContext
 from lapa2_interp.runs.worker import make_batch
@@ -378,7 +381,7 @@ def test_sdpa_of_transformers_is_the_judge(family):
 def test_what_does_not_fit_is_one_line(monkeypatch):
     """Before the pass; of hooks, too, which need the matrix."""
     monkeypatch.setattr("lapa2_interp.models.attention_interface.machine_memory", lambda: 10**6)
-    for module in ("models.attention_interface", "attention.guard"):
+    for module in ("models.facts", "models.attention_interface", "attention.guard"):
         monkeypatch.setattr(f"lapa2_interp.{module}.AUTO_SCORES", 2**15)
     for kind in (PLAIN, "TransformerBridge"):
         model = load("tiny-llama", "float64", kind)

@@ -13,7 +13,7 @@ from lapa2_interp.attention.recorder import Recorder
 from lapa2_interp.bias.padded_rows import PaddedRows
 from lapa2_interp.generation.teacher_forcing import teacher_forced
 from lapa2_interp.models import span_attention
-from lapa2_interp.models.attention_interface import FUSED, path_of_pass
+from lapa2_interp.models.facts import FUSED, path_of_pass
 
 DEVICES = ["cpu", *["cuda"] * torch.cuda.is_available()]
 RULES = {

@@ -26,7 +26,8 @@ from lapa2_interp._util.errors import (
     PrefixError,
     ScoringError,
 )
-from lapa2_interp.attention.cache import new_rows, soft_inputs
+from lapa2_interp.attention.cache import new_rows
+from lapa2_interp.attention.soft_arguments import soft_inputs
 from lapa2_interp.bias.layout import left_pad
 from lapa2_interp.circuits import measure_fading
 from lapa2_interp.circuits.contrast_set import ContrastSet

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from lapa2_interp import Augmentation
-from lapa2_interp.attention.cached_heads import CachedHeads
+from lapa2_interp.attention.cached_heads import SlotLayer
 from lapa2_interp.attention.neurons import promoting_neurons
 from lapa2_interp.methods.registry import get_for_task, load_task
 from lapa2_interp.models import load as models
@@ -191,9 +191,8 @@ TARGET = Augmentation(alpha=1, law="target", tau=0.3)
 def test_two_devices_make_the_texts_and_traces_of_one(
     two, tiny, method, rule, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(
-        CachedHeads, "of", lambda heads: heads
-    )  # a toy cannot be one, and they sum in another order
+    # A toy cannot be a view of shared heads, whose products sum in another order.
+    monkeypatch.setattr(SlotLayer, "shared", property(lambda self: False, lambda *_: None), False)
     task, made = load_task("sentiment"), []
     own = {"prefixes": soft_set(tmp_path, load(tiny), task)} if method == "soft" else {}
     chosen = get_for_task("prefix" if method == "soft" else method, task, **own)

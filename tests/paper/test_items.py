@@ -54,7 +54,6 @@ from lapa2_interp.paper.ratings import stored_ratings
 from lapa2_interp.paper.tables import ARM_COLUMNS
 from lapa2_interp.runs import store
 from lapa2_interp.runs.grid import load_grid
-from lapa2_interp.runs.run import finished_cell
 from lapa2_interp.runs.store import Failure, remove_batches, write_listing
 from lapa2_interp.scoring import transformer
 from lapa2_interp.scoring.adapter import AdapterScorer
@@ -193,7 +192,7 @@ def test_stored_scores_are_those_of_the_float32_scorers(run):
     1e-6, and bfloat16 by 1e-2."""
     opened = load_run(run)
     table = opened.texts(list(opened.cells.drop_duplicates("task")["key"]))
-    weights = finished_cell(opened, opened.cells["key"].iloc[0]).manifest.model.weights
+    weights = opened.manifest(opened.cells["key"].iloc[0]).model.weights
     scorer = transformer.Perplexity("smollm2-135m", generator=weights)
     assert scorer.version.startswith("smollm2-135m float32 self, sha256 ")
     texts = table.drop_duplicates("task").set_index("task")["text"]

@@ -13,8 +13,7 @@ from lapa2_interp.bias.augmentation import Augmentation
 from lapa2_interp.bias.layout import Layout
 from lapa2_interp.cli.app import main
 from lapa2_interp.generation.teacher_forcing import teacher_forced
-from lapa2_interp.models.attention_interface import is_fused
-from lapa2_interp.models.facts import TransformersModel
+from lapa2_interp.models.facts import TransformersModel, is_fused
 from lapa2_interp.paper import proposition_plots
 from lapa2_interp.paper.proposition_study import (
     _above_zero,

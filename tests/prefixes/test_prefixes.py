@@ -11,7 +11,8 @@ from oracle import oracle_logits
 
 from lapa2_interp import Augmentation, augmented
 from lapa2_interp._util.errors import LayoutError, PrefixError
-from lapa2_interp.attention.cache import new_rows, soft_inputs
+from lapa2_interp.attention.cache import new_rows
+from lapa2_interp.attention.soft_arguments import soft_inputs
 from lapa2_interp.bias.layout import Layout, left_pad
 from lapa2_interp.methods import load_task
 from lapa2_interp.methods import registry as methods
@@ -20,7 +21,6 @@ from lapa2_interp.models.card import identify
 from lapa2_interp.models.facts import facts_of
 from lapa2_interp.models.load import load_tokenizer, wrap_in_bridge
 from lapa2_interp.prefixes.soft_prefix import cards_in, find_prefix, load_prefix, save_prefix
-from lapa2_interp.runs.run import finished_cell
 
 GENERATED = [70, 81, 92, 103, 114, 64, 75]
 SENTIMENT = load_task("sentiment")
@@ -223,14 +223,12 @@ def test_cards_name_the_run(tmp_path):
 
     model = load("tiny-gpt2")
     method = methods.get("air-decoding", prefixes=soft_set(tmp_path, model, SENTIMENT))
-    run = finished_cell(
-        run_of(model, method, SENTIMENT, ["negative"], ["The lake"], length=20, samples=1, seed=1)
-    )
-    branches = run.manifest.branches
+    run = run_of(model, method, SENTIMENT, ["negative"], ["The lake"], length=20, samples=1, seed=1)
+    branches = run.manifest().branches
     assert branches["base"] is None
     assert branches["target"] == load_prefix(tmp_path, "negative").card.name
     assert branches["positive"].sha256 == load_prefix(tmp_path, "positive").card.sha256
-    assert Manifest.model_validate_json(run.manifest.model_dump_json()) == run.manifest
+    assert Manifest.model_validate_json(run.manifest().model_dump_json()) == run.manifest()
 
 
 def test_a_prefix_of_another_model_or_shape_is_refused(tmp_path):

@@ -58,7 +58,7 @@ def batch_of(cell, number):
     if cell.trace != "none":
         sums = np.float32([[row["tokens"] for row in rows]]) / 100
         trace = xr.Dataset({"prefix": (("branch", "sample", "step"), sums)})
-    return FinishedBatch(record, pd.DataFrame(rows), trace)
+    return FinishedBatch(pd.DataFrame(rows), trace, record)
 
 
 class FakeWorker:

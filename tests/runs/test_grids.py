@@ -897,7 +897,7 @@ def test_very_many_row_tokens_or_too_much_memory_are_begun_with_a_yes_alone(monk
 
 def test_the_rows_of_an_estimate_are_those_of_the_plan(grid, monkeypatch):
     for changes, cache in (("", 1 << 31), ("max_rows = 3\n", 1 << 31), ("", 1 << 19)):
-        for module in ("generation.plan", "runs.estimates"):
+        for module in ("attention.cache", "runs.estimates"):
             monkeypatch.setattr(f"lapa2_interp.{module}.CACHE_BYTES", cache)
         text = TINY.replace("samples = 1", "samples = 5").replace("24", "200")
         cell = grid(text + changes).cells[0]

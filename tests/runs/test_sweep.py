@@ -879,7 +879,7 @@ def test_every_class_of_model_and_every_option_reaches_the_worker(tmp_path, mode
     assert fill_run(tmp_path / "run", [grid], InProcess("cpu"), pytest.fail).made == 1
     finished = finished_cell(load_run(tmp_path / "run"), cell.key)
     assert finished.trace is None
-    card = finished.manifest.model
+    card = load_run(tmp_path / "run").manifest().model
     assert (card.model_class, card.dtype) == (model_class, "float64")
     alone = decode(
         load("tiny-gpt2", "float64", model_class), cell.decoding_method, cell.task, "positive",

@@ -14,7 +14,6 @@ from scipy.stats import t
 
 from lapa2_interp._util.errors import DataError, ScoringError
 from lapa2_interp.models.load import load_transformers
-from lapa2_interp.runs.run import finished_cell
 from lapa2_interp.runs.texts import at_lengths, in_parts, read_texts
 from lapa2_interp.scoring import transformer
 from lapa2_interp.scoring.distinct import Repetition, distinct, distinct_table, token_lists
@@ -695,19 +694,19 @@ def test_lengths_are_cut_from_one_run():
     from lapa2_interp.methods import registry as methods
 
     def run(length):
-        return finished_cell(run_of(
+        return run_of(
             load("tiny-gpt2"), methods.get("prefix"), load_task("sentiment"), ["positive"], ["The lake", "The sea"],
             length=length, samples=2, seed=4, trace="none",
-        ))  # fmt: skip
+        )  # fmt: skip
 
     long, short = run(40), run(20)
-    cut = at_lengths(long.texts, long.manifest, [20, 40])
-    assert cut[cut["length"] == 20]["text"].tolist() == short.texts["text"].tolist()
-    assert cut[cut["length"] == 40]["text"].tolist() == long.texts["text"].tolist()
+    cut = at_lengths(long.texts(), long.manifest(), [20, 40])
+    assert cut[cut["length"] == 20]["text"].tolist() == short.texts()["text"].tolist()
+    assert cut[cut["length"] == 40]["text"].tolist() == long.texts()["text"].tolist()
     with pytest.raises(ScoringError, match="the run's texts have 40 tokens; 64 is longer"):
-        at_lengths(long.texts, long.manifest, [64])
+        at_lengths(long.texts(), long.manifest(), [64])
     with pytest.raises(ScoringError, match="give a run folder"):
-        at_lengths(long.texts, None, [20])
+        at_lengths(long.texts(), None, [20])
 
 
 def test_parts_cover_the_text(gpt2_tokenizer):
