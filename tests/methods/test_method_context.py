@@ -167,9 +167,7 @@ def test_plans_prepare_each_prompt_once():
             context=context,
         )
     assert CALLS == ["a b"]
-    with pytest.raises(
-        MethodError, match="prepares for its prompts; give plan_batches a context"
-    ):
+    with pytest.raises(MethodError, match="prepares for its prompts; give plan_batches a context"):
         decoding_plan(model, todo.cell)
     assert [preparation.known for preparation in todo.prepared] == ["a b", "a b"]
     assert todo.summaries == {}
