@@ -27,6 +27,7 @@ import resource
 import subprocess
 import sys
 import tempfile
+from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -163,7 +164,7 @@ def measure_run(n: int) -> dict[str, float]:
             (cell_folder := folder / "many" / CELLS / cell.key).mkdir(parents=True)
             write_cell(cell_folder, cell)
             record = batch.record.model_copy(update={"key": cell.key})
-            write_batch(cell_folder, 0, type(batch)(record, batch.texts, batch.trace))
+            write_batch(cell_folder, 0, replace(batch, record=record))
             keys.append(cell.key)
         write_listing(folder / "many", Listing(grids={"many": tuple(keys)}))
         before, least = peak(), np.inf
