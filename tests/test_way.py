@@ -104,13 +104,13 @@ def test_the_way_of_a_pass(model):
 def test_the_way_of_a_text(model):
     way = way_of(text_of(model, 6))
     print(f"\na text of six tokens: {way}")
-    assert len(way.files) <= 34
-    assert len(way.functions) <= 200
+    assert len(way.files) <= 41
+    assert len(way.functions) <= 250
     assert way.n_others <= 1800
     assert way.n_of_identity <= 6 * len(network_tensors(facts_of(model).network))
     further = (way_of(text_of(model, 16)).n_others - way.n_others) / 10
     print(f"a further token: {further:.0f} calls")
-    assert further <= 180
+    assert further <= 160
 
 
 def test_the_way_of_circuits(model):
@@ -119,11 +119,11 @@ def test_the_way_of_circuits(model):
 
     way = way_of(made)
     print(f"\na contrast set: {way}")
-    assert len(way.files) <= 32
+    assert len(way.files) <= 40
     contrast_set = made()
     way = way_of(lambda: circuits.knock_out(model, contrast_set, over="layer"))
     print(f"a knock-out by layer: {way}")
-    assert len(way.files) <= 24
+    assert len(way.files) <= 27
 
 
 def test_the_way_of_a_score(model, tmp_path):
@@ -131,4 +131,4 @@ def test_the_way_of_a_score(model, tmp_path):
     options = {"out": tmp_path / "scores", "cache": tmp_path / "cache", "force": True}
     way = way_of(lambda: score(run.folder, "accuracy=linear", **options))
     print(f"\na score: {way}")
-    assert len(way.files) <= 20
+    assert len(way.files) <= 25

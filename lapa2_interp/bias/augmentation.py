@@ -217,8 +217,11 @@ class Augmentation(BaseModel):
     def _fill_from_profile(cls, fields: Any) -> Any:
         if not isinstance(fields, dict):
             return fields
+        # A text of places has a number in it: "prefix" and "top" stay as they are.
         read = {
-            name: read_place(name, value) if name in READERS else plain(value)
+            name: read_place(name, value)
+            if name in READERS and isinstance(value, str) and not value.isalpha()
+            else plain(value)
             for name, value in fields.items()
         }
         return PROFILES.get(str(read.get("profile", "paper")), {}) | read

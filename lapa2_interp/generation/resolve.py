@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,7 @@ from lapa2_interp.bias.recipes import (
     parse_recipes,
 )
 from lapa2_interp.bias.text_start import AUTO_START, start_setting
-from lapa2_interp.generation.axes import as_axis, product, size_of_product
+from lapa2_interp.generation.axes import product, size_of_product
 from lapa2_interp.generation.cell import Cell, same_label
 from lapa2_interp.generation.settings import (
     TASK,
@@ -108,13 +108,23 @@ def resolve_block(fields: Mapping[str, Any], **options: Any) -> Resolved:
     Raises:
         Lapa2Error: As `CellSettings.of` and `resolve`; or one label for two arms.
     """
-    size_of_product(fields)
-    _check_alpha_is_taken(fields)
+    named = fields.get("augmentation")
+    arms = named if isinstance(named, list) else [named]
+    if fields.get("alpha") is not None and arms and all(arm == "none" for arm in arms):
+        raise AugmentationError(
+            f"alpha {fields['alpha']} is for an augmentation, and augmentation is none; leave one"
+            " out (alpha 0 is the base method, too)"
+        )
     label = {"label": fields.get("label", "")}  # one for all points: a list is refused
+    axes = {name: value for name, value in fields.items() if name != "label"}
+    points: Iterable[Mapping[str, Any]] = [axes]
+    if any(isinstance(value, list | Mapping) for value in fields.values()):
+        size_of_product(fields)
+        points = product(axes)
     cells: dict[str, Cell] = {}
     missing: list[Lapa2Error] = []
-    for point in product({name: value for name, value in fields.items() if name != "label"}):
-        resolved = resolve(CellSettings.of(point | label), **options)
+    for point in points:
+        resolved = resolve(CellSettings.of({**point, **label}), **options)
         missing += resolved.missing
         for cell in resolved.cells:
             cells.setdefault(cell.key, cell)
@@ -129,17 +139,6 @@ def resolve_block(fields: Mapping[str, Any], **options: Any) -> Resolved:
             " each its own: { alpha = ..., label = ... }"
         )
     return Resolved(tuple(cells.values()), tuple(missing))
-
-
-def _check_alpha_is_taken(fields: Mapping[str, Any]) -> None:
-    """Refuse an alpha beside nothing but "none", which is the same arm at every alpha."""
-    named = fields.get("augmentation")
-    alone = all(one == "none" for one in as_axis(named))
-    if alone and fields.get("alpha") is not None:
-        raise AugmentationError(
-            f"alpha {fields['alpha']} is for an augmentation, and augmentation is none; leave one"
-            " out (alpha 0 is the base method, too)"
-        )
 
 
 def cell_of(model: str | Path | Model, **fields: Any) -> Cell:

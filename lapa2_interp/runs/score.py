@@ -129,7 +129,8 @@ def score(settings: ScoreSettings) -> Scored:
             f" {parameter('judge_prices', 'IN OUT')}"
             " too, per million tokens"
         )
-    print_if_slow(settings.dtype, settings.device)
+    if settings.dtype != "float32":
+        print_if_slow(settings.dtype, settings.device)
     if gaps := _gaps(source):
         settings.notify(gaps)
     sources = [
