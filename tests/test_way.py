@@ -11,10 +11,9 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from conftest import load
 
 import lapa2_interp
-from lapa2_interp import Augmentation, Layout, augmented, circuits, generate
+from lapa2_interp import Augmentation, Layout, augmented, circuits, generate, load_model
 from lapa2_interp.models import facts_of
 from lapa2_interp.models.fingerprint import network_tensors
 from lapa2_interp.runs.score import score
@@ -75,7 +74,8 @@ def way_of(call):
 
 @pytest.fixture(scope="module")
 def model():
-    return load("tiny-gpt2")
+    """A model of its own: weights that another test has edited are hashed again."""
+    return load_model("tiny-gpt2", device="cpu")
 
 
 def text_of(model, n_tokens):

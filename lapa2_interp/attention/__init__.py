@@ -31,9 +31,9 @@ __all__ = [
 __getattr__, __dir__ = lazy_names(
     __name__,
     {
-        "cache": "soft_inputs",
         "hooked": "augmented",
         "recorder": "Recorder",
+        "soft_arguments": "soft_inputs",
         "tables": "fit_table head_table local_ratio pooled prefix_token_table step_table",
     },
 )

@@ -161,7 +161,7 @@ def augmented(
             a row lacks the span, or a pass does not show its rows (`found_rows.FoundRows.of_pass`).
     """
     facts, capped = facts_of(model), getattr(observer, "capped", None)
-    found: FoundRows | None = None
+    found_rows: FoundRows | None = None
     if find is None:
         rows = open_rows(model, augmentation, layout, check_ids, capped)
     elif layout is not None:
@@ -169,16 +169,16 @@ def augmented(
     else:
         tokenizer = getattr(model, "tokenizer", None) if tokenizer is None else tokenizer
         finder = SpanFinder(find, occurrence, absent, tokenizer)
-        found = FoundRows(model, augmentation, finder, capped)
-        rows = found.sample
+        found_rows = FoundRows(model, augmentation, finder, capped)
+        rows = found_rows.sample
     if observer is not None:
         check_recorder(observer, facts.layer_types)
     bias = rows.bias
-    block = _Block(rows, found, observer, set(bias.score_law_layers))
+    block = _Block(rows, found_rows, observer, set(bias.score_law_layers))
     read_layers = facts.attention_layers if observer is not None else bias.layers
     with ExitStack() as stack:
-        if found is not None:  # the rows of a cache are known once the pass has returned it
-            stack.callback(facts.network.register_forward_hook(found.keep).remove)
+        if found_rows is not None:  # the rows of a cache are known once the pass has returned it
+            stack.callback(facts.network.register_forward_hook(found_rows.keep).remove)
         if facts.backend == "plain":
             reads_spans = observer is None or isinstance(observer, SpanObserver)
             hooks = AttentionHooks(
@@ -192,7 +192,7 @@ def augmented(
             )
             attn: Attn = getattr(model, "attn", "auto")
             stack.enter_context(hook_attention(facts, hooks, block.begin, read_layers, attn))
-            yield hooks.paths if found is None else found.finder
+            yield hooks.paths if found_rows is None else found_rows.finder
             return
 
         def on_masked(scores: Tensor, hook: Any, layer: int) -> None:
@@ -217,7 +217,7 @@ def augmented(
         points = [(HOOK_SCORES.format(i), partial(on_scores, layer=i)) for i in bias.layers]
         points += [(HOOK_PATTERN.format(i), partial(on_pattern, layer=i)) for i in read_layers]
         stack.enter_context(attach_hooks(model, points, block.begin, ahead))
-        yield {} if found is None else found.finder
+        yield {} if found_rows is None else found_rows.finder
 
 
 @dataclass
@@ -226,20 +226,20 @@ class _Block:
 
     Attributes:
         rows: The rows of the current pass; with `find` others in each.
-        found: Finds them, with `find`.
+        found_rows: Finds them, with `find`.
         unchecked: Layers that may have a learned sink, which a law that reads scores cannot reach.
         dtype: The type of the model's patterns in the current pass.
     """
 
     rows: GuardedRows
-    found: FoundRows | None
+    found_rows: FoundRows | None
     observer: Observer | None
     unchecked: set[int]
     dtype: torch.dtype = torch.float32
 
     def begin(self, arguments: dict[str, Any], first: int) -> None:
-        if self.found is not None:
-            self.rows = self.found.of_pass(arguments, first)
+        if self.found_rows is not None:
+            self.rows = self.found_rows.of_pass(arguments, first)
         self.rows.begin(arguments, first)
         self.dtype = self.rows.facts.dtype  # the weights may have been cast since the last pass
 

@@ -151,7 +151,7 @@ def _split_into_batches(
     steps must fit the context together.
 
     Args:
-        short: As `models.card.short_context`: a batch lies on one side of it, with the steps that
+        short: As `configuration.short_context`: a batch lies on one side of it, with the steps that
             an ended sample's row runs on.
         alike: Prompts of one batch have the same length (`cache.check_window`).
     """

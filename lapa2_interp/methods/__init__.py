@@ -66,8 +66,8 @@ __getattr__, __dir__ = lazy_names(
     __name__,
     {
         "base": (
-            "FLOOR BatchStart Branch LogLikelihoods LogProbs Method MethodContext Prepared "
-            "SoftPrefixKey State attribute_prefix check_branches contrast_branches nucleus"
+            "FLOOR BatchStart Branch LogLikelihoods LogProbs Method MethodContext Passes "
+            "Prepared SoftPrefixKey State attribute_prefix check_branches contrast_branches nucleus"
         ),
         "registry": (
             "assign_augmentations find_class get get_for_task known_methods load_task method_name"

@@ -193,7 +193,7 @@ def open_block(
             return
         if cache is not None and not cache.get_seq_length() > state.first:
             raise dropped_cache(network)
-        if missing := [place for place in places if place not in state.seen]:
+        if missing := [hook_place for hook_place in places if hook_place not in state.seen]:
             first = f"layer {missing[0]}" if isinstance(missing[0], int) else missing[0]
             more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
             raise DeadHookError(
@@ -307,14 +307,14 @@ def attach_hooks(
     if facts.backend == "hooked":  # its `generate` calls forward(), and so no hooks of the module
         ends = {"starts": (model, model.embed), "end": model.unembed}
 
-    def call(tensor: torch.Tensor, hook: Any, function: Callable, place: str | None) -> Any:
+    def call(tensor: torch.Tensor, hook: Any, function: Callable, point: str | None) -> Any:
         if state.thread != get_ident():  # no pass runs in this thread
             _check_thread(network)
             if facts.backend == "bridge":
                 raise DeadHookError(OUTSIDE_ERROR)
         edited = function(tensor, hook)
-        if place is not None:
-            state.seen.add(place)
+        if point is not None:
+            state.seen.add(point)
         return edited
 
     attached: list[tuple[Any, Any]] = []
@@ -324,7 +324,7 @@ def attach_hooks(
                 for name, function in group:
                     if (point := points.get(name)) is None:
                         raise DeadHookError(f"the model has no hook point {name}")
-                    guarded = partial(call, function=function, place=None if is_ahead else name)
+                    guarded = partial(call, function=function, point=None if is_ahead else name)
                     point.add_hook(guarded, prepend=is_ahead)
                     attached.append((point, point.fwd_hooks[0 if is_ahead else -1]))
             yield

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property
-from inspect import Parameter, signature
+from inspect import signature
 from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal, cast
@@ -255,9 +255,9 @@ class ModelFacts:
         return cache_name(self.network)
 
     @cached_property
-    def parameters(self) -> Mapping[str, Parameter]:
-        """The parameters of the network's forward pass, by name."""
-        return signature(self.network.forward).parameters
+    def parameters(self) -> frozenset[str]:
+        """The names of the parameters of the network's forward pass."""
+        return frozenset(signature(self.network.forward).parameters)
 
 
 def facts_of(model: Model) -> ModelFacts:
