@@ -18,6 +18,7 @@ from lapa2_interp.models import facts_of
 from lapa2_interp.models.fingerprint import network_tensors
 from lapa2_interp.runs.score import score
 
+pytestmark = pytest.mark.usefixtures("without_types")  # checks of types enter functions, too
 ROOT = f"{Path(lapa2_interp.__file__).parent}/"
 IDENTITY = "models/fingerprint.py"
 """The file that reads the weights, once a call; its part is proportional to their number."""
