@@ -171,7 +171,8 @@ class BatchBias:
             for augmentation in row
             if augmentation.phase == "predicting_only"
         ]
-        self.current_pass: tuple[range, int] = (range(0), 0)  # queries, rows
+        # Queries, keys, rows and precision: terms keep biases of this shape for all layers.
+        self.current_pass: tuple[range, int, int, torch.dtype] | None = None
         self.copies = 1  # of each row in the current pass
         self.terms_by_layer: dict[int, list[_PassTerm]] = {}
         # Only several that read the scores can meet, and only cuts of all weight block a key.
@@ -286,8 +287,9 @@ class BatchBias:
         """
         wide = torch.promote_types(scores.dtype, torch.float32)
         queries = range(first, first + scores.shape[2])
-        if self.current_pass != (queries, len(scores)):
-            self._begin_pass(queries, len(scores), scores.device, wide)
+        this_pass = (queries, scores.shape[3], len(scores), wide)
+        if self.current_pass != this_pass:
+            self._begin_pass(*this_pass, scores.device)
         terms = self.terms_by_layer[layer]
         if not terms:
             return scores
@@ -320,8 +322,9 @@ class BatchBias:
         """
         queries = range(scores.first, scores.n_keys)
         device = scores.query.device
-        if self.current_pass != (queries, len(scores)):
-            self._begin_pass(queries, len(scores), device, scores.wide)
+        this_pass = (queries, scores.n_keys, len(scores), scores.wide)
+        if self.current_pass != this_pass:
+            self._begin_pass(*this_pass, device)
         terms = self.terms_by_layer[layer]
         if terms and terms[0].keys.device != device:
             terms = [term.to_device(device) for term in terms]
@@ -344,7 +347,7 @@ class BatchBias:
             scores.add(term.keys, term.in_heads(layer, b_term))
 
     def _begin_pass(
-        self, queries: range, n_rows: int, device: torch.device, wide: torch.dtype
+        self, queries: range, n_keys: int, n_rows: int, wide: torch.dtype, device: torch.device
     ) -> None:
         """Make the terms of a pass, for all its layers, without those that add nothing.
 
@@ -357,7 +360,7 @@ class BatchBias:
                 f"the forward pass has {n_rows} rows, but {self.n_rows} layouts were given; give"
                 " one each"
             )
-        self.current_pass, self.copies = (queries, n_rows), copies
+        self.current_pass, self.copies = (queries, n_keys, n_rows, wide), copies
         self.terms_by_layer = {layer: [] for layer in range(self.size[0])}
         slots = np.array(queries)
         for term in (*self.factor_terms, *self.length_terms, *self.score_terms):
@@ -446,6 +449,7 @@ class BatchBias:
         """The logit of the mean share of all heads and live queries, for each of these rows."""
         layouts = [self.layouts[row // self.copies] for row in pass_rows]
         pads = [layout.soft + layout.pad for layout in layouts]
+        assert self.current_pass is not None
         slots = torch.tensor([*self.current_pass[0]], device=log_odds.device)  # query
         live = slots >= torch.tensor(pads, device=log_odds.device)[:, None]  # row query
         shares = torch.where(live, log_odds.sigmoid().mean(1), 0.0)  # row query

@@ -174,7 +174,7 @@ def augmented(
     if observer is not None:
         check_recorder(observer, facts.layer_types)
     bias = rows.bias
-    block = _Block(rows, found_rows, observer, set(bias.score_law_layers))
+    block = _Block(rows, found_rows, observer, set(bias.score_law_layers), facts.dtype)
     read_layers = facts.attention_layers if observer is not None else bias.layers
     with ExitStack() as stack:
         if found_rows is not None:  # the rows of a cache are known once the pass has returned it
@@ -235,7 +235,7 @@ class _Block:
     found_rows: FoundRows | None
     observer: Observer | None
     unchecked: set[int]
-    dtype: torch.dtype = torch.float32
+    dtype: torch.dtype
 
     def begin(self, arguments: dict[str, Any], first: int) -> None:
         if self.found_rows is not None:

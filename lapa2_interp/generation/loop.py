@@ -219,12 +219,13 @@ def check_numbers(plan: BatchPlan, logits: Float[Tensor, "row vocab"], step: int
     """Refuse logits that are no numbers.
 
     Raises:
-        MethodError: A logit is NaN, and the method adds its own numbers to the network.
-        ModelError: A logit is NaN.
+        MethodError: A logit is NaN or infinite, and the method adds its own numbers to the network.
+        ModelError: A logit is NaN or infinite.
     """
-    if logits.isnan().any():
+    if not (logits < torch.inf).all():  # -inf is a token that the model itself rules out
         card, method = plan.card, plan.method
-        problem = f"the logits of {card.name} are not numbers (NaN) at step {step}"
+        kind = "NaN" if logits.isnan().any() else "infinite"
+        problem = f"the logits of {card.name} are not numbers ({kind}) at step {step}"
         # `load_model` has refused weights that give no numbers by themselves.
         if method.changes_network and method.when_empty != Method.when_empty:
             numbers = ", ".join(

@@ -5,14 +5,16 @@ run.texts()           # one row per text
 run.trace()             # the recorded attention
 run.save("results/lake")
 
-The way of a call to a token:
+The way of a call to a token (CONTRIBUTING.md draws it with its files):
 
 1. `generate` -> `resolve.cells_of` (settings to cells) -> `make_cells`;
-2. `plan.plan_batches` (layouts by `arrange.arrange`, batches);
-3. `worker.make_batch` -> `loop.decode_batch`: for each step `cache.Rows.read_tokens` (a forward
-   pass), `Method.combine` and `sampling.draw`;
-4. inside these passes `attention.hooked.augmented`, whose hooks on the scores call
-   `batch_bias.BatchBias.add`: `Layout.bias` is the number that is added.
+2. `plan.plan_batches`: layouts (`arrange.arrange`), batches, and the driver of the loop;
+3. `worker.make_batch` -> `loop.decode_batch` -> `loop.decode_samples`. The prompt pass
+   (`cache.Rows.prompt_pass`) gives the logits of the first token; then, step by step,
+   `Method.combine`, `sampling.draw`, and a pass that reads the token (`cache.Rows.read_tokens`);
+4. every pass runs inside `attention.hooked.augmented`: `attention.guard` checks it, and a hook on
+   the scores calls `batch_bias.BatchBias.add`, which adds `Augmentation.bias` of l (Eq. 9) to the
+   scores of the prefix's keys.
 """
 
 from __future__ import annotations

@@ -468,6 +468,22 @@ def test_laws_that_read_the_scores_may_share_a_row_where_they_do_not_meet():
         pytest.fail("entered")
 
 
+@pytest.mark.parametrize("text", ["lapa2", "set-point", "multiply"])
+def test_a_second_pass_of_the_same_queries_may_have_more_slots(text):
+    """As a static cache has them: the later slots get nothing, and the others what they got."""
+    layout = branch(load("tiny-llama"))
+    rule = Augmentation(alpha=0.5, law="multiply", span="prefix")
+    bias = BatchBias([(rule,) if text == "multiply" else parse_recipes(text)], [layout], (2, 4))
+    n = len(layout)
+    scores = torch.randn(1, 4, n, n, generator=torch.Generator().manual_seed(0)).double()
+    hidden = torch.full((1, 4, n, 9), torch.finfo(torch.float64).min, dtype=torch.float64)
+    narrow = bias.add(1, scores, first=0)
+    wide = bias.add(1, torch.cat([scores, hidden], dim=3), first=0)
+    assert (narrow - scores).abs().max() > 0.01
+    torch.testing.assert_close(wide[..., :n], narrow)
+    torch.testing.assert_close(wide[..., n:], hidden)
+
+
 @pytest.mark.parametrize("text", ["lapa2", "instaboost", "set-point", "pasta", "split-softmax"])
 def test_beyond_two_thousand_tokens(text):
     """One query of a cached step, with 2,100 keys behind it."""

@@ -58,11 +58,20 @@ TURNS = [
     ),
 ]
 """Settings of chats whose turns are kept."""
+TOKEN = torch.tensor([70])
 
 
 def without_numbers():
     model = fresh("tiny-gpt2")
     next(weight for name, weight in model.named_parameters() if "mlp" in name).data.fill_(torch.nan)
+    made(model)
+
+
+def with_an_infinite_logit():
+    """As float16 has it where a number exceeds its largest."""
+    model = fresh("tiny-gpt2")
+    unembedding = model.original_model.get_output_embeddings()
+    unembedding.register_forward_hook(lambda *call: call[-1].index_fill(-1, TOKEN, torch.inf))
     made(model)
 
 
@@ -101,6 +110,8 @@ CALLS = {
     },
     "weights that are no numbers": (without_numbers,
      "logits of .*tiny-gpt2 are not numbers .* at step 0", ModelError),
+    "an infinite logit": (with_an_infinite_logit,
+     "logits of .*tiny-gpt2 are not numbers .infinite. at step 0", ModelError),
     **{
         f"the prompt {prompt[:9]!a}": (lambda prompt=prompt: cell_of("tiny-gpt2", prompts=[prompt], **ASKED), message)
         for prompt, message in (
