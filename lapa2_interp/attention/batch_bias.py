@@ -49,11 +49,11 @@ class _PassTerm:
     """A term in one forward pass, on the device of the scores.
 
     Attributes:
-        static: The term, as for every pass.
+        term: The term, as for every pass.
         keys, heads: Masks of its keys and heads.
     """
 
-    static: Term
+    term: Term
     keys: Bool[Tensor, "row _"]
     heads: Bool[Tensor, "layer row head"]
 
@@ -61,7 +61,7 @@ class _PassTerm:
         self, layer: int, b: Float[Tensor, "row #head query *key"]
     ) -> Float[Tensor, "row #head query *key"]:
         """A bias in the term's heads of a layer, and 0 in all others."""
-        if self.static.every_head:
+        if self.term.every_head:
             return b
         heads = self.heads[layer].view(len(b), -1, *[1] * (b.ndim - 2))
         return torch.where(heads, b, 0.0)
@@ -87,7 +87,7 @@ class _LengthPassTerm(_PassTerm):
         """`b` on the term's keys in its heads of a layer."""
         if self.b_keys is None:  # it is the same in all layers of a pass
             self.b_keys = _on_keys(self.keys, self.b, n_keys)
-        return self.b_keys if self.static.every_head else self.in_heads(layer, self.b_keys)
+        return self.b_keys if self.term.every_head else self.in_heads(layer, self.b_keys)
 
 
 @dataclass
@@ -336,7 +336,7 @@ class BatchBias:
             return
         # Sums are needed from the first query at which a law acts; a pooled law reads all queries.
         acting = torch.stack([term.acts.any(0) for term in score_terms]).any(0)
-        pooled = any(rule.pooled for term in score_terms for rule in term.static.rows_by_rule)
+        pooled = any(rule.pooled for term in score_terms for rule in term.term.rows_by_rule)
         start = 0 if pooled else int(acting.nonzero()[0])
         log_sum = partial(scores.log_sum, start=start)
         b = self._score_biases(log_sum, score_terms, layer, start)
@@ -423,7 +423,7 @@ class BatchBias:
         for i, term in enumerate(terms):
             outside_term = outside_all if len(terms) == 1 else log_sum(term.keys, outside=True)
             log_odds = sums[i] - outside_term  # row head query
-            for augmentation, rows in term.static.rows_by_rule.items():
+            for augmentation, rows in term.term.rows_by_rule.items():
                 pass_rows = self._pass_rows(rows)
                 odds = log_odds[pass_rows]
                 if augmentation.pooled:
@@ -435,8 +435,7 @@ class BatchBias:
         if joint and len(terms) > 1:
             pass_rows = self._pass_rows(joint)
             augmentations = [
-                [term.static.augmentations[row // self.copies] for row in pass_rows]
-                for term in terms
+                [term.term.augmentations[row // self.copies] for row in pass_rows] for term in terms
             ]
             b[:, pass_rows] = _solve_targets(
                 augmentations, sums[:, pass_rows], outside_all[pass_rows], acting[:, pass_rows]

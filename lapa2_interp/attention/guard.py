@@ -1,6 +1,6 @@
 """The guard of `augmented`: what its door refuses, and what is watched in the passes of its block.
 
-`open_rows` checks the arguments of a block. `GuardedRows` compares every pass with the layouts: once
+`guard_rows` checks the arguments of a block. `GuardedRows` compares every pass with the layouts: once
 before the pass with its arguments, once with the keys that its first layer shows, and in each layer
 with the keys that the layer's mask leaves in sight.
 """  # noqa: E501
@@ -42,7 +42,7 @@ SINK_ERROR = (
 )
 
 
-def open_rows(
+def guard_rows(
     model: Model,
     augmentation: Augmentation | Sequence[AugmentationLike] | str | None,
     layout: Layout | Sequence[Layout] | None,

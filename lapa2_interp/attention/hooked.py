@@ -36,7 +36,7 @@ from lapa2_interp.attention.guard import (
     GuardedRows,
     check_no_sink,
     check_recorder,
-    open_rows,
+    guard_rows,
 )
 from lapa2_interp.bias.augmentation import Augmentation, AugmentationLike
 from lapa2_interp.bias.find_spans import Absent, Occurrence, SpanFinder, Target
@@ -163,7 +163,7 @@ def augmented(
     facts, capped = facts_of(model), getattr(observer, "capped", None)
     found_rows: FoundRows | None = None
     if find is None:
-        rows = open_rows(model, augmentation, layout, check_ids, capped)
+        rows = guard_rows(model, augmentation, layout, check_ids, capped)
     elif layout is not None:
         raise LayoutError("augmented was given a layout and find; give one of the two")
     else:
