@@ -184,7 +184,7 @@ def _decode_steps(
             # An ended sample's row runs on with the others; what it reads does not matter.
             read_next = drawn.clamp(min=0)
             state = method.advance(state, log_probs, read_next)
-            cpu_tokens = drawn.cpu()  # the step's one wait for the device
+            cpu_tokens = drawn.cpu()  # the loop's one wait for the device in a step
             tokens.append(cpu_tokens.clamp(min=0))
             if banned is not None:
                 banned.advance(tokens[-1].tolist())
