@@ -7,7 +7,7 @@
 #     python analyses/alpha.py results/quick && python figures/alpha.py results/quick
 
 # %%
-from lapa2_interp.paper.items import open_item
+from analyses.lab.items import open_item
 
 item = open_item("alpha", "The strength of the bias")
 cells = item.cells

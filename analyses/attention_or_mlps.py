@@ -20,11 +20,11 @@ from pathlib import Path
 import pandas as pd
 
 from lapa2_interp import load_model
-from lapa2_interp._util.files import write_text
-from lapa2_interp._util.plots import new_figure, plain_axes
-from lapa2_interp._util.table_formats import as_csv, as_text
 from lapa2_interp.circuits import ContrastSet, patch
-from lapa2_interp.paper.scripts import ScriptOptions
+from lapa2_interp.files import write_text
+from analyses.lab.scripts import ScriptOptions
+from lapa2_interp.plots import new_figure, plain_axes
+from lapa2_interp.table_formats import as_csv, as_text
 from lapa2_interp.tasks.prompts import read_prompts
 
 parser = ScriptOptions("The share of control that attention and MLPs of each layer carry")

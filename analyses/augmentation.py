@@ -7,7 +7,7 @@
 #     python analyses/augmentation.py results/quick && python figures/augmentation.py results/quick
 
 # %%
-from lapa2_interp.paper.items import open_item
+from analyses.lab.items import open_item
 
 item = open_item(
     "augmentation",

@@ -8,7 +8,7 @@
 #     results/quick
 
 # %%
-from lapa2_interp.paper.items import open_item
+from analyses.lab.items import open_item
 
 item = open_item(
     "augmentation_large", "Attention on the prefix with and without LaPA2: detoxification", "detox"

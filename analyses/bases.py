@@ -15,15 +15,15 @@ from collections import Counter
 import numpy as np
 import pandas as pd
 
-from lapa2_interp._util.errors import RunError
-from lapa2_interp._util.files import write_text
-from lapa2_interp._util.table_formats import as_csv, as_markdown, as_text, interval_cells
-from lapa2_interp.paper.equal_perplexity import SteeringCurves
-from lapa2_interp.paper.items import open_item
-from lapa2_interp.paper.scripts import DEFAULT_SCORERS
-from lapa2_interp.paper.tables import format_item_table
+from lapa2_interp.errors import RunError
+from lapa2_interp.files import write_text
+from lapa2_interp.scoring.equal_perplexity import SteeringCurves
+from analyses.lab.items import open_item
+from analyses.lab.scripts import DEFAULT_SCORERS
+from analyses.lab.tables import format_item_table
 from lapa2_interp.scoring.tables import paired_change
 from lapa2_interp.stats import holm, mean_interval
+from lapa2_interp.table_formats import as_csv, as_markdown, as_text, interval_cells
 
 item = open_item(
     "bases",

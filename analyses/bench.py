@@ -48,9 +48,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 from transformers.cache_utils import DynamicCache
 from transformers.pytorch_utils import Conv1D
 
-from lapa2_interp._util.files import result_folder
-from lapa2_interp._util.progress import progress_bar
-from lapa2_interp._util.table_formats import as_markdown
+from lapa2_interp.files import result_folder
 from lapa2_interp.generation.batch import BatchPlan
 from lapa2_interp.generation.loop import decode_batch
 from lapa2_interp.generation.plan import plan_batches
@@ -74,7 +72,9 @@ from lapa2_interp.models.machine import (
     processor_kind,
 )
 from lapa2_interp.models.prepacked import can_prepack, prepacked
-from lapa2_interp.paper.scripts import ScriptOptions, whole_number
+from analyses.lab.scripts import ScriptOptions, whole_number
+from lapa2_interp.progress import progress_bar
+from lapa2_interp.table_formats import as_markdown
 
 CONFIGS: Mapping[str, tuple[type, dict[str, Any]]] = {
     "gpt2-small": (GPT2Config, {}),

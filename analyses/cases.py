@@ -11,7 +11,7 @@
 # %%
 import pandas as pd
 
-from lapa2_interp.paper.items import open_item
+from analyses.lab.items import open_item
 
 item = open_item(
     "cases",

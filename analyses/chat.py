@@ -19,16 +19,16 @@ import numpy as np
 import pandas as pd
 
 from lapa2_interp import Layout, load_model
-from lapa2_interp._util.files import write_text
-from lapa2_interp._util.progress import progress_bar
-from lapa2_interp._util.table_formats import as_csv, interval_cells
 from lapa2_interp.bias.recipes import parse_recipes
 from lapa2_interp.circuits.hidden_span import forced_logits, span_effect
+from lapa2_interp.files import write_text
 from lapa2_interp.generation.resolve import cell_of
 from lapa2_interp.methods.chat import chat_task
-from lapa2_interp.paper.scripts import ScriptOptions, whole_number
+from analyses.lab.scripts import ScriptOptions, whole_number
+from lapa2_interp.progress import progress_bar
 from lapa2_interp.runs.generate import make_cells
 from lapa2_interp.stats import mean_interval, paired_difference
+from lapa2_interp.table_formats import as_csv, interval_cells
 
 # %% [markdown]
 # Who speaks, of what, and the words that are counted (`*`: any ending). The request is the same in

@@ -19,19 +19,19 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from lapa2_interp._util.errors import ScoringError, unknown_choice
-from lapa2_interp._util.files import cache_folder, holds_only, result_folder
-from lapa2_interp._util.plots import Drawing, legend_above, new_figure, plain_axes, styles
-from lapa2_interp._util.table_formats import interval_text
 from lapa2_interp.bias.tokens import token_texts
+from lapa2_interp.errors import ScoringError, unknown_choice
+from lapa2_interp.files import cache_folder, holds_only, result_folder
 from lapa2_interp.models.load import shared_tokenizer
 from lapa2_interp.models.smollm2 import SMOLLM2
-from lapa2_interp.paper.scripts import ScriptOptions, whole_number
+from analyses.lab.scripts import ScriptOptions, whole_number
+from lapa2_interp.plots import Drawing, legend_above, new_figure, plain_axes, styles
 from lapa2_interp.runs.texts import read_texts
 from lapa2_interp.scoring.agreement import BINS, agreement
 from lapa2_interp.scoring.registry import ScorerOptions, make_scorer
 from lapa2_interp.scoring.scorer import CLASSIFIERS, ScoreCache, Scorer, TextItem, run_scorer
 from lapa2_interp.scoring.training import read_graded
+from lapa2_interp.table_formats import interval_text
 
 TOXIC, NONTOXIC = "toxic", "nontoxic"
 

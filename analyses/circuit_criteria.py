@@ -31,13 +31,13 @@ import pandas as pd
 from rivals import digits
 
 from lapa2_interp import Selection, load_model
-from lapa2_interp._util.errors import CircuitError
-from lapa2_interp._util.files import write_json, write_text
-from lapa2_interp._util.table_formats import as_csv, as_text
 from lapa2_interp.circuits import ContrastSet, attribution, knock_out
 from lapa2_interp.circuits.statistics import max_t, share_interval
 from lapa2_interp.circuits.units import Unit, all_heads
-from lapa2_interp.paper.scripts import ScriptOptions
+from lapa2_interp.errors import CircuitError
+from lapa2_interp.files import write_json, write_text
+from analyses.lab.scripts import ScriptOptions
+from lapa2_interp.table_formats import as_csv, as_text
 from lapa2_interp.tasks.prompts import read_prompts
 
 parser = ScriptOptions("Faithfulness, completeness and minimality of chosen heads")

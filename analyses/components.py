@@ -7,9 +7,9 @@
 #     python analyses/components.py results/quick
 
 # %%
-from lapa2_interp.paper.items import open_item
-from lapa2_interp.paper.reported import paper_number
-from lapa2_interp.paper.tables import drop_parameter
+from analyses.lab.items import open_item
+from analyses.lab.reported import paper_number
+from analyses.lab.tables import drop_parameter
 
 item = open_item("components", "Pre-Aug and Pro-Aug on Air-Decoding")
 cells = item.cells

@@ -14,12 +14,12 @@ import os
 import numpy as np
 
 from lapa2_interp import load_model
-from lapa2_interp._util.table_formats import format_interval
 from lapa2_interp.circuits import RAW, ContrastSet, control_score
 from lapa2_interp.methods import load_task
 from lapa2_interp.models import identify
 from lapa2_interp.models.planted import answer_key
 from lapa2_interp.stats import paired_difference
+from lapa2_interp.table_formats import format_interval
 
 MODEL = os.environ.get("LAPA2_MODEL", "smollm2-135m")  # or another of `lapa2 models`, or a folder
 

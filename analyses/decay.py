@@ -7,8 +7,8 @@
 #     python analyses/decay.py results/quick && python figures/decay.py results/quick
 
 # %%
-from lapa2_interp.paper.items import open_item
-from lapa2_interp.paper.reported import paper_number
+from analyses.lab.items import open_item
+from analyses.lab.reported import paper_number
 
 item = open_item("decay", "Accuracy of the base methods against length", "sent_topic")
 cells = item.cells

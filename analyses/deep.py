@@ -17,14 +17,14 @@ import numpy as np
 import pandas as pd
 
 from lapa2_interp import Augmentation, Layout, load_model
-from lapa2_interp._util.errors import RunError
-from lapa2_interp._util.files import write_text
-from lapa2_interp._util.progress import progress_bar
-from lapa2_interp._util.table_formats import format_interval
+from lapa2_interp.errors import RunError
+from lapa2_interp.files import write_text
 from lapa2_interp.generation.teacher_forcing import teacher_forced
-from lapa2_interp.paper.items import open_item
+from analyses.lab.items import open_item
+from lapa2_interp.progress import progress_bar
 from lapa2_interp.runs.run import finished_cell
 from lapa2_interp.stats import mean_interval, paired_difference
+from lapa2_interp.table_formats import format_interval
 
 ALPHA = 0.5
 item = open_item("deep", "Attention on the prefix in texts of 8,000 tokens, head by head")

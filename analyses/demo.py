@@ -26,9 +26,9 @@ from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
-from lapa2_interp._util.errors import Lapa2Error
+from lapa2_interp.errors import Lapa2Error
 from lapa2_interp.models.machine import n_cores
-from lapa2_interp.paper.scripts import ScriptOptions, whole_number
+from analyses.lab.scripts import ScriptOptions, whole_number
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -102,7 +102,7 @@ def _demo(out: Path, model: str, length: int, threads: int | None) -> None:
 """  # noqa: E501
     )
     _stage(1, f"the model, {model}")
-    from lapa2_interp._util.files import write_text
+    from lapa2_interp.files import write_text
     from lapa2_interp.models.load import load_tokenizer
     from lapa2_interp.runs.sweep import load_grids
     from lapa2_interp.runs.worker import Worker
@@ -172,8 +172,8 @@ def _count(grid: Grid) -> int:
 
 
 def _write_texts(out: Path, grid: Grid, worker: Worker) -> None:
-    from lapa2_interp._util.commands import command
-    from lapa2_interp._util.errors import RunError, pluralize
+    from lapa2_interp.commands import command
+    from lapa2_interp.errors import RunError, pluralize
     from lapa2_interp.runs.engines import InProcess
     from lapa2_interp.runs.fill import fill_run
 
@@ -194,9 +194,9 @@ def _text_traces(out: Path, cell: Cell, length: int, worker: Worker) -> list[xr.
     import hashlib
     import json
 
-    from lapa2_interp._util.files import atomic_write, write_netcdf
-    from lapa2_interp._util.progress import progress_bar
-    from lapa2_interp._util.version import __version__
+    from lapa2_interp import __version__
+    from lapa2_interp.files import atomic_write, write_netcdf
+    from lapa2_interp.progress import progress_bar
     from lapa2_interp.runs.run import load_run
 
     weights = load_run(out).manifest(cell.key).model.weights
@@ -231,7 +231,7 @@ def read_text(model: Model, text: dict[str, Any], length: int) -> xr.Dataset:
     from lapa2_interp.methods.registry import load_task
     from lapa2_interp.models.card import identify
     from lapa2_interp.models.smollm2 import SMOLLM2
-    from lapa2_interp.paper.propositions import stack_alphas
+    from lapa2_interp.propositions.traces import stack_alphas
 
     prefix = load_task("sentiment").attributes[text["attribute"]].prefix
     branch = Layout.of(model.tokenizer, prefix, text["prompt"])

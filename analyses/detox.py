@@ -7,8 +7,8 @@
 #     python analyses/detox.py results/quick
 
 # %%
-from lapa2_interp.paper.items import claim_for_arm, open_item
-from lapa2_interp.paper.reported import PAPER_MODELS, paper_number
+from analyses.lab.items import claim_for_arm, open_item
+from analyses.lab.reported import PAPER_MODELS, paper_number
 
 item = open_item("detox", "Detoxification: base methods, LaPA2 and DATG")
 cells = item.cells

@@ -15,7 +15,7 @@ import pandas as pd
 
 from lapa2_interp.attention.tables import pooled
 from lapa2_interp.bias.theory import DecayFit, fit_decay
-from lapa2_interp.paper.items import open_item, prefix_step_table
+from analyses.lab.items import open_item, prefix_step_table
 from lapa2_interp.stats import paired_difference
 
 item = open_item("dilution", "Attention on the prefix against step, and C/(t + D)", "sent_topic")

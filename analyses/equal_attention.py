@@ -33,9 +33,6 @@ from readers import hidden_words
 from rivals import digits
 
 from lapa2_interp import Selection, load_model
-from lapa2_interp._util.files import atomic_write, write_text
-from lapa2_interp._util.parsing import read_text
-from lapa2_interp._util.table_formats import as_csv, as_text
 from lapa2_interp.attention.tables import pooled
 from lapa2_interp.bias.augmentation import Augmentation
 from lapa2_interp.circuits.contrast_set import ContrastSet
@@ -47,16 +44,18 @@ from lapa2_interp.circuits.prefix_attention import (
 )
 from lapa2_interp.circuits.selection import random_heads
 from lapa2_interp.circuits.units import all_heads
+from lapa2_interp.files import atomic_write, write_text
 from lapa2_interp.generation.settings import TASK
 from lapa2_interp.methods.registry import load_task
 from lapa2_interp.models.facts import Model
-from lapa2_interp.paper.equal_perplexity import BASELINE
-from lapa2_interp.paper.scripts import ScriptOptions
+from lapa2_interp.scoring.equal_perplexity import BASELINE
+from analyses.lab.scripts import ScriptOptions
 from lapa2_interp.runs.run import load_run
 from lapa2_interp.scoring.echo import MASK
 from lapa2_interp.scoring.registry import ScorerOptions, score_texts
 from lapa2_interp.scoring.scorer import ScoreCache
 from lapa2_interp.stats import holm, mean_interval, paired_difference
+from lapa2_interp.table_formats import as_csv, as_text
 
 DOWN = ", opposing down"
 TEXTS = 16
@@ -88,7 +87,7 @@ def main() -> None:
         if options.prefix != TASK and options.prefixes != "hard":
             parser.error("--prefix is a hard prefix; leave out --prefixes")
         model = load_model(options.model, dtype="float32", model_class="TransformersModel")
-        prompts = read_text(options.prompts).splitlines()[: TEXTS // 2]
+        prompts = options.prompts.read_text("utf-8").splitlines()[: TEXTS // 2]
         card = Selection.load(options.card)
         words = {"prefix": options.prefix, "prefixes": options.prefixes}
         text = grid(model, card, prompts, options.model, **words, size=options.size)

@@ -18,11 +18,11 @@ from functools import partial
 
 import pandas as pd
 
-from lapa2_interp._util.table_formats import interval_cells
-from lapa2_interp.paper.items import claim_for_arm, open_item
-from lapa2_interp.paper.ratings import stored_ratings
+from analyses.lab.items import claim_for_arm, open_item
+from analyses.lab.ratings import stored_ratings
 from lapa2_interp.scoring.tables import interval_in_range
 from lapa2_interp.stats import mean_interval
+from lapa2_interp.table_formats import interval_cells
 
 item = open_item("eval", "Ratings by people and by a judge model")
 ratings = stored_ratings(item.run.folder)

@@ -30,9 +30,6 @@ import numpy as np
 import pandas as pd
 
 from lapa2_interp import load_model
-from lapa2_interp._util.files import atomic_write, write_text
-from lapa2_interp._util.parsing import read_text
-from lapa2_interp._util.table_formats import as_csv, as_text
 from lapa2_interp.circuits.contrast_set import ContrastSet
 from lapa2_interp.circuits.examples import RAW, write_texts
 from lapa2_interp.circuits.fade_account import (
@@ -43,10 +40,12 @@ from lapa2_interp.circuits.fade_account import (
     account_for_fading,
 )
 from lapa2_interp.circuits.fading import NEAR
+from lapa2_interp.files import atomic_write, write_text
 from lapa2_interp.methods.registry import load_task
 from lapa2_interp.models.facts import Model
-from lapa2_interp.paper.scripts import ScriptOptions
+from analyses.lab.scripts import ScriptOptions
 from lapa2_interp.stats import bounds
+from lapa2_interp.table_formats import as_csv, as_text
 from lapa2_interp.tasks.task import Task
 
 TOKENS, MIDDLE = 32, 256
@@ -72,7 +71,7 @@ def main() -> None:
         needed = {"wikitext": options.wikitext, "gemma": options.gemma}
         if part in needed and needed[part] is None:
             parser.error(f"part {part} needs --{part}")
-    prompts = read_text(options.prompts).splitlines()[:64]
+    prompts = options.prompts.read_text("utf-8").splitlines()[:64]
     loaded = cache(partial(load_model, dtype="float32", model_class="TransformersModel"))
     for part in options.parts:
         name, task, lengths, some = "smollm2-135m", load_task("sentiment"), (MIDDLE,), prompts
@@ -118,7 +117,7 @@ def written(
     if not file.exists():
         made = write_texts(model, task, source, prompts, tokens=longest)
         write_text(file, json.dumps(made))
-    texts = json.loads(read_text(file))
+    texts = json.loads(file.read_text("utf-8"))
     return {prompt: [texts[prompt][0][-tokens:]] for prompt in prompts}
 
 

@@ -11,8 +11,8 @@
 
 # %%
 from lapa2_interp.bias.recipes import RECIPES, recipe_name
-from lapa2_interp.paper.items import open_item, prefix_step_table
-from lapa2_interp.paper.tables import format_step_curves
+from analyses.lab.items import open_item, prefix_step_table
+from analyses.lab.tables import format_step_curves
 
 item = open_item("frontier", "Attention steering in one frame: recipes at their defaults")
 cells = item.cells

@@ -30,9 +30,9 @@ from sklearn.linear_model import LogisticRegression, Ridge
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 
-from lapa2_interp._util.progress import progress_bar
 from lapa2_interp.models.load import load_transformers
-from lapa2_interp.paper.scripts import ScriptOptions
+from analyses.lab.scripts import ScriptOptions
+from lapa2_interp.progress import progress_bar
 from lapa2_interp.scoring.echo import MASK
 
 NEUTRAL = "neutral"

@@ -39,9 +39,7 @@ import pandas as pd
 import torch
 
 from lapa2_interp import plots
-from lapa2_interp._util.files import result_folder
-from lapa2_interp._util.progress import CountingBar, progress_bar
-from lapa2_interp._util.table_formats import as_text
+from lapa2_interp.files import result_folder
 from lapa2_interp.generation.cell import Cell
 from lapa2_interp.generation.loop import decode_batch
 from lapa2_interp.generation.plan import plan_batches
@@ -49,7 +47,8 @@ from lapa2_interp.generation.resolve import cell_of
 from lapa2_interp.methods.registry import load_task
 from lapa2_interp.models.load import load_model
 from lapa2_interp.models.machine import processor_kind
-from lapa2_interp.paper.scripts import ScriptOptions, whole_number
+from analyses.lab.scripts import ScriptOptions, whole_number
+from lapa2_interp.progress import CountingBar, progress_bar
 from lapa2_interp.runs.generate import generate
 from lapa2_interp.runs.run import load_run
 from lapa2_interp.runs.store import (
@@ -60,6 +59,7 @@ from lapa2_interp.runs.store import (
     write_cell,
     write_listing,
 )
+from lapa2_interp.table_formats import as_text
 
 POINTS = {
     "keys": (64, 128, 256, 512, 1024, 2048, 4096),

@@ -9,8 +9,8 @@
 # %%
 import pandas as pd
 
-from lapa2_interp.paper.items import open_item
-from lapa2_interp.paper.reported import paper_number
+from analyses.lab.items import open_item
+from analyses.lab.reported import paper_number
 
 item = open_item(
     "half",

@@ -9,10 +9,10 @@
 # %%
 import pandas as pd
 
-from lapa2_interp.paper.claims import MARGINS
-from lapa2_interp.paper.items import open_item
-from lapa2_interp.paper.reported import paper_number
-from lapa2_interp.paper.tables import split_variant
+from analyses.lab.claims import MARGINS
+from analyses.lab.items import open_item
+from analyses.lab.reported import paper_number
+from analyses.lab.tables import split_variant
 from lapa2_interp.scoring.tables import metric_name, paired_change, scorer_of_metric
 
 item = open_item("hard_prefix_robustness", "The wording of the hard prefix", "hard_prefix")

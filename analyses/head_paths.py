@@ -21,13 +21,13 @@ from pathlib import Path
 import numpy as np
 
 from lapa2_interp import load_model
-from lapa2_interp._util.files import write_text
-from lapa2_interp._util.plots import new_figure
-from lapa2_interp._util.table_formats import as_csv, as_text
 from lapa2_interp.circuits import ContrastSet, patch
 from lapa2_interp.circuits.unit_table import UnitTable
 from lapa2_interp.circuits.units import Unit
-from lapa2_interp.paper.scripts import ScriptOptions
+from lapa2_interp.files import write_text
+from analyses.lab.scripts import ScriptOptions
+from lapa2_interp.plots import new_figure
+from lapa2_interp.table_formats import as_csv, as_text
 from lapa2_interp.tasks.prompts import read_prompts
 
 parser = ScriptOptions("The share of control that goes from one head through another")

@@ -11,7 +11,7 @@
 # %%
 from heads_grid import CHOSEN, named_sets, scope
 
-from lapa2_interp.paper.items import open_item
+from analyses.lab.items import open_item
 
 item = open_item("heads", "Head scope at equal attention on the prefix")
 cells = item.cells

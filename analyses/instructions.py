@@ -54,21 +54,20 @@ from rivals import with_earlier
 from torch.nn.utils.rnn import pad_sequence
 
 from lapa2_interp import load_model
-from lapa2_interp._util.errors import DataError
-from lapa2_interp._util.files import write_text
-from lapa2_interp._util.parsing import parse_toml, read_text
-from lapa2_interp._util.progress import progress_bar
-from lapa2_interp._util.table_formats import as_csv, as_text
 from lapa2_interp.attention.cache import new_rows
 from lapa2_interp.bias.recipes import name_families, strength
 from lapa2_interp.circuits.selection import Selection, select
+from lapa2_interp.errors import DataError
+from lapa2_interp.files import write_text
 from lapa2_interp.generation.arrange import chat_layout
 from lapa2_interp.methods.registry import load_task
 from lapa2_interp.models.facts import Model
-from lapa2_interp.paper.equal_perplexity import BASELINE, RATIOS, SteeringCurves, add_verdicts
-from lapa2_interp.paper.scripts import ScriptOptions, whole_number
+from lapa2_interp.scoring.equal_perplexity import BASELINE, RATIOS, SteeringCurves, add_verdicts
+from analyses.lab.scripts import ScriptOptions, whole_number
+from lapa2_interp.progress import progress_bar
 from lapa2_interp.runs.run import Run, load_run
 from lapa2_interp.stats import mean_interval
+from lapa2_interp.table_formats import as_csv, as_text
 from lapa2_interp.tasks.task import Attribute, ChatForm, Prompts, Task
 
 MESSAGES = Path(__file__).resolve().parents[1] / "figures" / "instructions" / "messages.toml"
@@ -89,7 +88,7 @@ SETS = ("tune", "test", "out")
 
 def benchmark() -> dict[str, Any]:
     """messages.toml: the neutral message, the questions, and the messages with their judges."""
-    return parse_toml(read_text(MESSAGES))
+    return tomllib.loads(MESSAGES.read_text("utf-8"))
 
 
 def conversations(

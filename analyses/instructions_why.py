@@ -36,15 +36,15 @@ from instructions import (
 )
 
 from lapa2_interp import generate, load_model
-from lapa2_interp._util.errors import DataError
-from lapa2_interp._util.files import atomic_write, write_text
-from lapa2_interp._util.progress import progress_bar
-from lapa2_interp._util.table_formats import as_csv, as_text
 from lapa2_interp.circuits.hidden_span import span_effect
+from lapa2_interp.errors import DataError
+from lapa2_interp.files import atomic_write, write_text
 from lapa2_interp.generation.arrange import chat_layout
-from lapa2_interp.paper.equal_perplexity import BASELINE
-from lapa2_interp.paper.scripts import ScriptOptions
+from lapa2_interp.scoring.equal_perplexity import BASELINE
+from analyses.lab.scripts import ScriptOptions
+from lapa2_interp.progress import progress_bar
 from lapa2_interp.runs.run import Run, load_run
+from lapa2_interp.table_formats import as_csv, as_text
 from lapa2_interp.tasks.task import Attribute, ChatForm, Prompts, Task
 
 CHAT = ["family", "strength", "prompt"]

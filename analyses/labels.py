@@ -27,16 +27,16 @@ import numpy as np
 import pandas as pd
 from naive_bayes import CHAT_TAG, continuations, naive_bayes
 
-from lapa2_interp._util.errors import DataError, RunError
-from lapa2_interp._util.files import atomic_write, write_text
-from lapa2_interp._util.table_formats import as_csv, as_text
 from lapa2_interp.attention.tables import branch_name, pooled
+from lapa2_interp.errors import DataError, RunError
+from lapa2_interp.files import atomic_write, write_text
 from lapa2_interp.generation.cell import Cell
-from lapa2_interp.paper.scripts import ScriptOptions
+from analyses.lab.scripts import ScriptOptions
 from lapa2_interp.runs.run import Run, load_run
 from lapa2_interp.scoring.registry import ScorerOptions, score_texts
 from lapa2_interp.scoring.scorer import ScoreCache
 from lapa2_interp.stats import mean_interval, paired_difference
+from lapa2_interp.table_formats import as_csv, as_text
 
 NO_BIAS = "no bias"
 GROUP = ["part", "task", "method"]

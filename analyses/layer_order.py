@@ -25,13 +25,13 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lapa2_interp import Augmentation, Layout, augmented
-from lapa2_interp._util.errors import ModelError
-from lapa2_interp._util.progress import progress_bar
 from lapa2_interp.bias.augmentation import within
 from lapa2_interp.bias.recipes import parse_recipes
+from lapa2_interp.errors import ModelError
 from lapa2_interp.methods.registry import load_task
 from lapa2_interp.models.load import load_transformers
-from lapa2_interp.paper.scripts import ScriptOptions, whole_number
+from analyses.lab.scripts import ScriptOptions, whole_number
+from lapa2_interp.progress import progress_bar
 from lapa2_interp.tasks.prompts import read_prompts
 
 

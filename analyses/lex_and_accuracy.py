@@ -31,18 +31,18 @@ import pandas as pd
 from scipy.stats import rankdata
 
 from lapa2_interp import load_model
-from lapa2_interp._util.errors import RunError
-from lapa2_interp._util.files import write_text
-from lapa2_interp._util.plots import COLOURS, Drawing, new_figure, plain_axes
-from lapa2_interp._util.table_formats import as_csv, as_text
 from lapa2_interp.bias.recipes import name_families, strength
 from lapa2_interp.circuits import ContrastSet, control_score
 from lapa2_interp.circuits.metrics import METRICS, Metric, Predictions
+from lapa2_interp.errors import RunError
+from lapa2_interp.files import write_text
 from lapa2_interp.generation.cell import Cell
-from lapa2_interp.paper.equal_perplexity import BASELINE
-from lapa2_interp.paper.scripts import ScriptOptions, whole_number
+from lapa2_interp.scoring.equal_perplexity import BASELINE
+from analyses.lab.scripts import ScriptOptions, whole_number
+from lapa2_interp.plots import COLOURS, Drawing, new_figure, plain_axes
 from lapa2_interp.runs.grid import load_grid
 from lapa2_interp.stats import bounds, resampled, tails
+from lapa2_interp.table_formats import as_csv, as_text
 
 ARM, GROUP = ["family", "strength"], ["task", "method", "attribute"]
 PREDICTORS = ("lex", "js", "nll")

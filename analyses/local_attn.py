@@ -15,8 +15,8 @@ import pandas as pd
 
 from lapa2_interp.attention.tables import local_ratio_terms
 from lapa2_interp.attention.trace import NEAREST
-from lapa2_interp.paper.items import claim_for_arm, open_item
-from lapa2_interp.paper.tables import format_step_curves
+from analyses.lab.items import claim_for_arm, open_item
+from analyses.lab.tables import format_step_curves
 from lapa2_interp.stats import bounds, paired_difference
 
 MARGIN = 0.02  # "nearly overlap" as a number: two points of the share

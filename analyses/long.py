@@ -9,10 +9,10 @@
 #     python analyses/long.py results/quick && python figures/long.py results/quick
 
 # %%
-from lapa2_interp._util.table_formats import interval_cells
 from lapa2_interp.bias.recipes import name_families
-from lapa2_interp.paper.items import open_item, prefix_step_table
-from lapa2_interp.paper.tables import format_step_curves
+from analyses.lab.items import open_item, prefix_step_table
+from analyses.lab.tables import format_step_curves
+from lapa2_interp.table_formats import interval_cells
 
 PARTS = 8
 METRICS = ("accuracy", "masked", "echo", "repetition")

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pandas as pd
 
-from lapa2_interp._util.files import write_text
-from lapa2_interp._util.table_formats import as_csv
+from lapa2_interp.files import write_text
+from lapa2_interp.table_formats import as_csv
 
 FIGURES = Path(__file__).resolve().parent.parent / "figures"
 WRITER = "smollm2-135m"

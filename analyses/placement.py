@@ -8,7 +8,7 @@
 #     python analyses/placement.py results/quick
 
 # %%
-from lapa2_interp.paper.items import open_item
+from analyses.lab.items import open_item
 
 item = open_item(
     "placement", "The paper's placement of the bias and that of its released code", "profile"

@@ -10,9 +10,9 @@
 # %%
 from itertools import pairwise
 
-from lapa2_interp.paper.items import open_item
-from lapa2_interp.paper.reported import paper_number
-from lapa2_interp.paper.tables import drop_parameter
+from analyses.lab.items import open_item
+from analyses.lab.reported import paper_number
+from analyses.lab.tables import drop_parameter
 
 item = open_item(
     "prefix_preadd_components", "Pre-Aug and Pro-Aug on Prefix and PREADD", "components"

@@ -8,7 +8,7 @@
 # %%
 import pandas as pd
 
-from lapa2_interp.paper.items import open_item
+from analyses.lab.items import open_item
 
 item = open_item("prefix_types", "Prefixes used by the run's methods")
 cells = item.run.cells

@@ -27,16 +27,16 @@ import pandas as pd
 from labels import GROUP, arm_of
 from scipy.stats import spearmanr
 
-from lapa2_interp._util.errors import DataError
-from lapa2_interp._util.files import write_text
-from lapa2_interp._util.table_formats import as_csv, as_text
+from lapa2_interp.errors import DataError
+from lapa2_interp.files import write_text
 from lapa2_interp.methods.registry import load_task
-from lapa2_interp.paper.scripts import ScriptOptions
+from analyses.lab.scripts import ScriptOptions
 from lapa2_interp.runs.run import load_run
 from lapa2_interp.scoring.echo import MASK, prefix_words
 from lapa2_interp.scoring.registry import ScorerOptions, make_scorer
 from lapa2_interp.scoring.scorer import TextItem, run_scorer
 from lapa2_interp.stats import mean_interval
+from lapa2_interp.table_formats import as_csv, as_text
 
 SIZES = {"sentiment": 168, "topic": 120, "detox": 120}
 UNCLEAR = "unclear"

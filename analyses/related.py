@@ -8,7 +8,7 @@
 #     lapa2 sweep quick/related --out results/quick && python analyses/related.py results/quick
 
 # %%
-from lapa2_interp.paper.items import open_item
+from analyses.lab.items import open_item
 
 item = open_item("related", "LaPA2 on decoders the paper does not run")
 cells = item.cells

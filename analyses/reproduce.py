@@ -28,11 +28,10 @@ from pathlib import Path
 
 import pandas as pd
 
-from lapa2_interp._util.errors import Lapa2Error, NoGridError, RunError, unknown_choice
-from lapa2_interp._util.files import write_text
-from lapa2_interp._util.table_formats import as_markdown
 from lapa2_interp.cli.app import main as lapa2
-from lapa2_interp.paper.claims import (
+from lapa2_interp.errors import Lapa2Error, NoGridError, RunError, unknown_choice
+from lapa2_interp.files import write_text
+from analyses.lab.claims import (
     MARGINS,
     ItemClaims,
     count_verdicts,
@@ -42,13 +41,14 @@ from lapa2_interp.paper.claims import (
     summarize_disagreement,
     unique_comparisons,
 )
-from lapa2_interp.paper.gallery import gallery_run, read_gallery
-from lapa2_interp.paper.output import merge_item
-from lapa2_interp.paper.power import required_prompts
-from lapa2_interp.paper.scripts import ScriptOptions, add_scoring, whole_number
-from lapa2_interp.report.item_sections import ITEM_ORDER
+from analyses.lab.gallery import gallery_run, read_gallery
+from analyses.lab.output import merge_item
+from analyses.lab.power import required_prompts
+from analyses.lab.scripts import ScriptOptions, add_scoring, whole_number
+from analyses.lab.item_sections import ITEM_ORDER
 from lapa2_interp.runs.grid import built_in, load_grid, parse_changes
 from lapa2_interp.runs.run import load_run
+from lapa2_interp.table_formats import as_markdown
 
 HERE = Path(__file__).resolve().parent
 ITEMS = (

@@ -6,7 +6,7 @@
 The *cost* of an arm is the perplexity of its continuations by a model of another family (--judge;
 for texts of SmolLM2 Gemma 3 270M), divided by that of the same base method without bias. A *family*
 is a way to steer at several strengths. Its curve begins at no bias, and families are compared at
-two costs by linear interpolation in ln perplexity (`lapa2_interp.paper.equal_perplexity`).
+two costs by linear interpolation in ln perplexity (`lapa2_interp.scoring.equal_perplexity`).
 
 texts.parquet has a row a text, without the text: round, family, strength, prompt (12 digits of its
 sha256), attribute, nll (by the judge, in nats per token of the continuation), acc hidden (adapter,
@@ -32,19 +32,19 @@ import pandas as pd
 import torch
 from readers import hidden_words
 
-from lapa2_interp._util.errors import RunError
-from lapa2_interp._util.files import atomic_write, write_text
-from lapa2_interp._util.progress import progress_bar
-from lapa2_interp._util.table_formats import as_csv, as_text
 from lapa2_interp.bias.recipes import name_families, strength
+from lapa2_interp.errors import RunError
+from lapa2_interp.files import atomic_write, write_text
 from lapa2_interp.generation.cell import Cell
 from lapa2_interp.models.load import load_transformers
-from lapa2_interp.paper.equal_perplexity import BASELINE, RATIOS, SteeringCurves, add_verdicts
-from lapa2_interp.paper.scripts import ScriptOptions
+from lapa2_interp.scoring.equal_perplexity import BASELINE, RATIOS, SteeringCurves, add_verdicts
+from analyses.lab.scripts import ScriptOptions
+from lapa2_interp.progress import progress_bar
 from lapa2_interp.runs.run import Run, load_run
 from lapa2_interp.scoring.echo import MASK
 from lapa2_interp.scoring.registry import ScorerOptions, score_texts
 from lapa2_interp.scoring.scorer import ScoreCache
+from lapa2_interp.table_formats import as_csv, as_text
 
 REFERENCES = ("lapa2", "head-selective")
 """Families with which all others are compared, each with a correction of its own. The second was

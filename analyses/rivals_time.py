@@ -19,16 +19,16 @@ from pathlib import Path
 import pandas as pd
 from rivals import ARM, families
 
-from lapa2_interp._util.errors import RunError
-from lapa2_interp._util.files import write_text
-from lapa2_interp._util.progress import progress_bar
-from lapa2_interp._util.table_formats import as_csv, as_text
+from lapa2_interp.errors import RunError
+from lapa2_interp.files import write_text
 from lapa2_interp.generation.cell import Cell
 from lapa2_interp.models.machine import torch_threads
-from lapa2_interp.paper.equal_perplexity import BASELINE
-from lapa2_interp.paper.scripts import ScriptOptions, whole_number
+from lapa2_interp.scoring.equal_perplexity import BASELINE
+from analyses.lab.scripts import ScriptOptions, whole_number
+from lapa2_interp.progress import progress_bar
 from lapa2_interp.runs.run import Run, load_run
 from lapa2_interp.runs.worker import Worker, make_batch
+from lapa2_interp.table_formats import as_csv, as_text
 
 
 def main() -> None:

@@ -15,13 +15,13 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from lapa2_interp._util.files import write_text
-from lapa2_interp._util.table_formats import as_csv, as_text
-from lapa2_interp.paper.scripts import ScriptOptions
+from lapa2_interp.files import write_text
+from analyses.lab.scripts import ScriptOptions
 from lapa2_interp.runs.run import load_run
 from lapa2_interp.scoring.registry import ScorerOptions, score_texts
 from lapa2_interp.scoring.scorer import ScoreCache
 from lapa2_interp.stats import mean_interval, paired_difference
+from lapa2_interp.table_formats import as_csv, as_text
 
 PERPLEXITY = "conditional-perplexity"
 SCORERS = {"sentiment": ["accuracy=linear", "accuracy=vader"], "topic": ["accuracy=linear"]}

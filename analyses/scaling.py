@@ -7,8 +7,8 @@
 #     python analyses/scaling.py results/quick
 
 # %%
-from lapa2_interp.paper.items import open_item
-from lapa2_interp.paper.reported import paper_number
+from analyses.lab.items import open_item
+from analyses.lab.reported import paper_number
 
 item = open_item("scaling", "The law of the bias: log, linear, sqrt, constant")
 cells = item.cells

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pandas as pd
 
-from lapa2_interp._util.files import write_text
-from lapa2_interp._util.table_formats import as_csv
+from lapa2_interp.files import write_text
 from lapa2_interp.scoring.task_scorer import SHIPPED_WEIGHTS
+from lapa2_interp.table_formats import as_csv
 
 OUT = Path(__file__).resolve().parent.parent / "figures" / "scorers.csv"
 

@@ -29,18 +29,18 @@ import torch
 from naive_bayes import CHAT_TAG, continuations, naive_bayes
 
 from lapa2_interp import Selection
-from lapa2_interp._util.files import write_text
-from lapa2_interp._util.progress import progress_bar
-from lapa2_interp._util.table_formats import as_csv, as_text
 from lapa2_interp.bias.text_start import named_start
+from lapa2_interp.files import write_text
 from lapa2_interp.generation.cell import Cell
 from lapa2_interp.models.load import load_transformers
-from lapa2_interp.paper.scripts import ScriptOptions
+from analyses.lab.scripts import ScriptOptions
 from lapa2_interp.prefixes.likelihood import TextRows, text_nll
+from lapa2_interp.progress import progress_bar
 from lapa2_interp.runs.run import load_run
 from lapa2_interp.scoring.echo import prefix_words
 from lapa2_interp.scoring.linear import load_linear
 from lapa2_interp.stats import mean_interval, paired_difference
+from lapa2_interp.table_formats import as_csv, as_text
 
 parser = ScriptOptions("Control and fluency of steered continuations by other judges")
 parser.add_argument("run", type=Path, help="a run, such as judge/ of `lapa2 steer`")

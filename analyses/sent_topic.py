@@ -8,8 +8,8 @@
 #     python analyses/sent_topic.py results/quick
 
 # %%
-from lapa2_interp.paper.items import claim_for_arm, open_item
-from lapa2_interp.paper.reported import paper_number
+from analyses.lab.items import claim_for_arm, open_item
+from analyses.lab.reported import paper_number
 
 item = open_item(
     "sent_topic", "Sentiment and topic control: base methods, LaPA2 and FreeCtrl at several lengths"

@@ -22,17 +22,17 @@ import pandas as pd
 import torch
 
 from lapa2_interp import Augmentation, Selection, load_model
-from lapa2_interp._util.errors import CircuitError
-from lapa2_interp._util.files import write_text
-from lapa2_interp._util.progress import hidden_bar, progress_bar
-from lapa2_interp._util.table_formats import as_csv, as_text
 from lapa2_interp.circuits import ContrastSet, control_score, head_logit_attribution
 from lapa2_interp.circuits.prefix_attention import prefix_attention_by_head
 from lapa2_interp.circuits.selection import random_heads
 from lapa2_interp.circuits.units import all_heads
+from lapa2_interp.errors import CircuitError
+from lapa2_interp.files import write_text
 from lapa2_interp.methods import load_task
-from lapa2_interp.paper.scripts import ScriptOptions
+from analyses.lab.scripts import ScriptOptions
+from lapa2_interp.progress import hidden_bar, progress_bar
 from lapa2_interp.stats import mean_interval
+from lapa2_interp.table_formats import as_csv, as_text
 from lapa2_interp.tasks.prompts import read_prompts
 from lapa2_interp.tasks.task import Attribute, Prompts, Task
 

@@ -39,11 +39,9 @@ import pandas as pd
 import torch
 
 from lapa2_interp import Augmentation, Layout, load_run
-from lapa2_interp._util.commands import command
-from lapa2_interp._util.errors import LayoutError, RunError
-from lapa2_interp._util.plots import COLOURS, crosses, legend_above, new_figure, plain_axes
-from lapa2_interp._util.table_formats import as_text, interval_cells
+from lapa2_interp.commands import command
 from lapa2_interp.attention.trace import join_traces
+from lapa2_interp.errors import LayoutError, RunError
 from lapa2_interp.generation.resolve import cell_of
 from lapa2_interp.methods import load_task
 from lapa2_interp.models import load_tokenizer
@@ -51,8 +49,9 @@ from lapa2_interp.models.machine import (
     Dtype,
     print_if_slow,
 )
-from lapa2_interp.paper.equal_perplexity import interpolate_at_perplexity, resampled_interval
-from lapa2_interp.paper.scripts import ScriptOptions, whole_number
+from lapa2_interp.scoring.equal_perplexity import interpolate_at_perplexity, resampled_interval
+from analyses.lab.scripts import ScriptOptions, whole_number
+from lapa2_interp.plots import COLOURS, crosses, legend_above, new_figure, plain_axes
 from lapa2_interp.runs.engines import InProcess
 from lapa2_interp.runs.fill import fill_run
 from lapa2_interp.runs.grid import Grid
@@ -68,6 +67,7 @@ from lapa2_interp.scoring.tables import (
 )
 from lapa2_interp.scoring.transformer import Perplexity
 from lapa2_interp.stats import mean_interval
+from lapa2_interp.table_formats import as_text, interval_cells
 
 parser = ScriptOptions("Boost different keys and see what attention, control and fluency do.")
 parser.add_argument(

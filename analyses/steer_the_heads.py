@@ -18,17 +18,17 @@ import pandas as pd
 from matplotlib.patches import Rectangle
 
 from lapa2_interp import Augmentation, load_model, plots, recipe, recipes, teacher_forced
-from lapa2_interp._util.table_formats import format_interval
 from lapa2_interp.circuits import METRICS, ContrastSet, attribution, control_score, select
 from lapa2_interp.methods import load_task
 from lapa2_interp.models.planted import answer_key
-from lapa2_interp.paper.equal_perplexity import (
+from lapa2_interp.scoring.equal_perplexity import (
     BASELINE,
     SteeringCurves,
     add_verdicts,
     resampled_interval,
 )
 from lapa2_interp.stats import paired_difference
+from lapa2_interp.table_formats import format_interval
 
 MODEL = os.environ.get("LAPA2_MODEL", "smollm2-135m")  # or another of `lapa2 models`, or a folder
 

@@ -21,11 +21,10 @@ from itertools import product
 import numpy as np
 import pandas as pd
 
-from lapa2_interp._util.errors import RunError, pluralize
-from lapa2_interp._util.files import atomic_write, write_text
-from lapa2_interp._util.table_formats import as_markdown
 from lapa2_interp.bias.recipes import name_families, strength
-from lapa2_interp.paper.equal_perplexity import (
+from lapa2_interp.errors import RunError, pluralize
+from lapa2_interp.files import atomic_write, write_text
+from lapa2_interp.scoring.equal_perplexity import (
     BASELINE,
     MIN_REACHED,
     RATIOS,
@@ -35,9 +34,10 @@ from lapa2_interp.paper.equal_perplexity import (
     add_verdicts,
     format_table,
 )
-from lapa2_interp.paper.items import open_item
-from lapa2_interp.paper.output import item_json
-from lapa2_interp.paper.scripts import DEFAULT_SCORERS
+from analyses.lab.items import open_item
+from analyses.lab.output import item_json
+from analyses.lab.scripts import DEFAULT_SCORERS
+from lapa2_interp.table_formats import as_markdown
 
 TITLE = "Control at equal perplexity"
 REFERENCE, ALL_WORDS = "lapa2", "all words"

@@ -19,10 +19,10 @@ from pathlib import Path
 
 import pandas as pd
 
-from lapa2_interp._util.errors import DataError
-from lapa2_interp._util.files import write_text
+from lapa2_interp.errors import DataError
+from lapa2_interp.files import write_text
 from lapa2_interp.methods.registry import load_task
-from lapa2_interp.paper.scripts import ScriptOptions
+from analyses.lab.scripts import ScriptOptions
 
 NEUTRAL, SELECTION = 540, 64
 """Numbers of neutral prompts of the grid, and of prompts for selection."""

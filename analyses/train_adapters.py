@@ -30,15 +30,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lapa2_interp._util.errors import ScoringError
-from lapa2_interp._util.files import read_checkpoint, temporary_folder, write_checkpoint
-from lapa2_interp._util.progress import progress_bar
-from lapa2_interp._util.terminal import stop_on_sigterm
-from lapa2_interp._util.version import __version__
+from lapa2_interp import __version__
 from lapa2_interp.bias.text_start import named_start
+from lapa2_interp.errors import ScoringError
+from lapa2_interp.files import read_checkpoint, temporary_folder, write_checkpoint
 from lapa2_interp.methods.registry import load_task
 from lapa2_interp.models.smollm2 import SMOLLM2
-from lapa2_interp.paper.scripts import ScriptOptions, whole_number
+from analyses.lab.scripts import ScriptOptions, whole_number
+from lapa2_interp.progress import progress_bar
 from lapa2_interp.scoring.adapter import (
     ADAPTER_ENDING,
     LONGEST_WINDOW,

@@ -13,9 +13,8 @@ from pathlib import Path
 
 import pandas as pd
 
-from lapa2_interp._util.files import write_text
-from lapa2_interp._util.table_formats import as_csv, as_markdown, format_interval, records
-from lapa2_interp.paper.claims import (
+from lapa2_interp.files import write_text
+from analyses.lab.claims import (
     ClaimResult,
     ItemClaims,
     count_verdicts,
@@ -23,7 +22,8 @@ from lapa2_interp.paper.claims import (
     read_claims,
     unique_comparisons,
 )
-from lapa2_interp.paper.scripts import ScriptOptions
+from analyses.lab.scripts import ScriptOptions
+from lapa2_interp.table_formats import as_csv, as_markdown, format_interval, records
 
 TITLE = "Claims on new prompts"
 

@@ -15,10 +15,10 @@ import os
 import numpy as np
 
 from lapa2_interp import load_model
-from lapa2_interp._util.table_formats import format_number
 from lapa2_interp.circuits import ContrastSet, head_logit_attribution, knock_out
 from lapa2_interp.methods import load_task
 from lapa2_interp.models.planted import POSITIVE, answer_key
+from lapa2_interp.table_formats import format_number
 
 MODEL = os.environ.get("LAPA2_MODEL", "smollm2-135m")  # or another of `lapa2 models`, or a folder
 

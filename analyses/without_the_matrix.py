@@ -26,8 +26,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from lapa2_interp import Augmentation, Layout, augmented, teacher_forced
-from lapa2_interp._util.errors import ModelError
 from lapa2_interp.attention.recorder import Recorder
+from lapa2_interp.errors import ModelError
 from lapa2_interp.models import TransformersModel
 from lapa2_interp.models.load import load_transformers
 from lapa2_interp.models.machine import processor_kind

@@ -6,8 +6,8 @@ import pandas as pd
 from house import METRIC_LABELS, display_name, render, style_of
 from matplotlib.ticker import LogLocator, NullLocator, ScalarFormatter
 
-from lapa2_interp._util.plots import Drawing, band, error_bars, new_figure, plain_axes
-from lapa2_interp.paper.tables import rows_of_all_attributes
+from analyses.lab.tables import rows_of_all_attributes
+from lapa2_interp.plots import Drawing, band, error_bars, new_figure, plain_axes
 
 
 def draw(table: pd.DataFrame) -> Drawing:

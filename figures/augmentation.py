@@ -6,7 +6,7 @@ from typing import Any
 import pandas as pd
 from house import by_task, display_name, legend_below, render, style_of
 
-from lapa2_interp._util.plots import Drawing, band, plain_axes
+from lapa2_interp.plots import Drawing, band, plain_axes
 
 
 def draw(table: pd.DataFrame) -> Drawing:

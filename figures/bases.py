@@ -3,8 +3,8 @@
 import pandas as pd
 from house import METRIC_LABELS, legend_below, render, style_of
 
-from lapa2_interp._util.plots import Drawing, crosses, new_figure, plain_axes
-from lapa2_interp.paper.tables import rows_of_all_attributes
+from analyses.lab.tables import rows_of_all_attributes
+from lapa2_interp.plots import Drawing, crosses, new_figure, plain_axes
 
 LOOKS = {"baseline": "o", "all heads": "s", "chosen heads": "^", "random heads": "D"}
 NAMES = {"baseline": "no bias"}

@@ -9,12 +9,12 @@ import pandas as pd
 from house import legend_below
 from matplotlib.figure import Figure
 
-from lapa2_interp._util.files import write_text
-from lapa2_interp._util.plots import COLOURS, new_figure, plain_axes
-from lapa2_interp._util.table_formats import as_csv
 from lapa2_interp.circuits.statistics import max_t, share_interval
-from lapa2_interp.paper.scripts import ScriptOptions
+from lapa2_interp.files import write_text
+from analyses.lab.scripts import ScriptOptions
+from lapa2_interp.plots import COLOURS, new_figure, plain_axes
 from lapa2_interp.stats import holm
+from lapa2_interp.table_formats import as_csv
 
 SETTINGS = {
     "sentiment": "SmolLM2, sentiment",

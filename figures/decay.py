@@ -3,8 +3,8 @@
 import pandas as pd
 from house import METRIC_LABELS, by_task, display_name, legend_below, render, style_of
 
-from lapa2_interp._util.plots import Drawing, band, plain_axes
-from lapa2_interp.paper.tables import rows_of_all_attributes
+from analyses.lab.tables import rows_of_all_attributes
+from lapa2_interp.plots import Drawing, band, plain_axes
 
 
 def draw(table: pd.DataFrame) -> Drawing:

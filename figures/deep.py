@@ -4,7 +4,7 @@ import numpy as np
 import pandas as pd
 from house import legend_below, render
 
-from lapa2_interp._util.plots import COLOURS, Drawing, band, layer_map, new_figure, plain_axes
+from lapa2_interp.plots import COLOURS, Drawing, band, layer_map, new_figure, plain_axes
 
 
 def draw(table: pd.DataFrame, heads: pd.DataFrame) -> Drawing:

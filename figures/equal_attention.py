@@ -7,8 +7,8 @@ import pandas as pd
 from house import legend_below
 from matplotlib.figure import Figure
 
-from lapa2_interp._util.plots import COLOURS, new_figure, plain_axes
-from lapa2_interp.paper.scripts import ScriptOptions
+from analyses.lab.scripts import ScriptOptions
+from lapa2_interp.plots import COLOURS, new_figure, plain_axes
 
 SCORERS = {"acc hidden": "by adapter, words hidden", "acc (linear)": "by linear"}
 WORDS = {"24 heads": "24 chosen heads", "random": "24 random heads"}

@@ -5,8 +5,8 @@ import numpy as np
 import pandas as pd
 from house import COLUMN, render
 
-from lapa2_interp._util.plots import COLOURS, Drawing, error_bars, new_figure, plain_axes
-from lapa2_interp.paper.equal_perplexity import distinguishing_columns
+from lapa2_interp.scoring.equal_perplexity import distinguishing_columns
+from lapa2_interp.plots import COLOURS, Drawing, error_bars, new_figure, plain_axes
 
 
 def draw(table: pd.DataFrame) -> Drawing:

@@ -4,8 +4,8 @@ import numpy as np
 import pandas as pd
 from house import METRIC_LABELS, legend_below, render
 
-from lapa2_interp._util.plots import COLOURS, Drawing, crosses, new_figure, plain_axes
-from lapa2_interp.paper.tables import rows_of_all_attributes
+from analyses.lab.tables import rows_of_all_attributes
+from lapa2_interp.plots import COLOURS, Drawing, crosses, new_figure, plain_axes
 
 MARKERS = "os^Dv"
 """Together with the colours, more looks than there are recipes."""

@@ -12,10 +12,10 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 
-from lapa2_interp._util.errors import RunError
-from lapa2_interp._util.plots import COLOURS, Drawing, new_figure
+from lapa2_interp.errors import RunError
 from lapa2_interp.methods.registry import known_methods
-from lapa2_interp.paper.scripts import ScriptOptions
+from analyses.lab.scripts import ScriptOptions
+from lapa2_interp.plots import COLOURS, Drawing, new_figure
 
 ANALYSES = Path(__file__).resolve().parent.parent / "analyses"
 

@@ -4,7 +4,7 @@ dashed with LaPA2."""
 import pandas as pd
 from house import by_task, display_name, legend_below, render
 
-from lapa2_interp._util.plots import COLOURS, Drawing, band, plain_axes
+from lapa2_interp.plots import COLOURS, Drawing, band, plain_axes
 
 
 def draw(table: pd.DataFrame) -> Drawing:

@@ -3,7 +3,7 @@
 import pandas as pd
 from house import METRIC_LABELS, legend_below, render
 
-from lapa2_interp._util.plots import COLOURS, Drawing, band, error_bars, new_figure, plain_axes
+from lapa2_interp.plots import COLOURS, Drawing, band, error_bars, new_figure, plain_axes
 
 MARKERS = "os^Dv"
 

@@ -6,8 +6,8 @@ import pandas as pd
 from house import METRIC_LABELS, legend_below, render
 from matplotlib.axes import Axes
 
-from lapa2_interp._util.plots import COLOURS, Drawing, crosses, new_figure, plain_axes
-from lapa2_interp.paper.equal_perplexity import distinguishing_columns
+from lapa2_interp.scoring.equal_perplexity import distinguishing_columns
+from lapa2_interp.plots import COLOURS, Drawing, crosses, new_figure, plain_axes
 
 REFERENCE, BASELINE = "lapa2", "baseline"
 SHOWN = {

@@ -9,7 +9,7 @@ from pathlib import Path
 import pandas as pd
 from house import legend_below
 
-from lapa2_interp._util.plots import COLOURS, Drawing, new_figure, plain_axes
+from lapa2_interp.plots import COLOURS, Drawing, new_figure, plain_axes
 
 FIGURES = Path(__file__).resolve().parent
 SCORER = "acc (linear)"

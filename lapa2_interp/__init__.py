@@ -45,9 +45,7 @@ __all__ = [  # noqa: RUF022 (the order of use)
 ]
 
 if TYPE_CHECKING:
-    from lapa2_interp import circuits, methods, scoring, tasks
-    from lapa2_interp._util import plots
-    from lapa2_interp._util.errors import Lapa2Error
+    from lapa2_interp import circuits, methods, plots, scoring, tasks
     from lapa2_interp.attention.hooked import augmented
     from lapa2_interp.bias import recipes, theory
     from lapa2_interp.bias.augmentation import Augmentation
@@ -55,6 +53,7 @@ if TYPE_CHECKING:
     from lapa2_interp.bias.padded_rows import PaddedRows
     from lapa2_interp.bias.recipes import recipe
     from lapa2_interp.circuits.selection import Selection
+    from lapa2_interp.errors import Lapa2Error
     from lapa2_interp.generation.cell import Cell
     from lapa2_interp.generation.teacher_forcing import teacher_forced
     from lapa2_interp.models.load import load_model
@@ -65,7 +64,7 @@ if TYPE_CHECKING:
 __getattr__, __dir__ = lazy_names(
     __name__,
     {
-        "_util.errors": "Lapa2Error",
+        "errors": "Lapa2Error",
         "attention.hooked": "augmented",
         "bias.augmentation": "Augmentation",
         "bias.layout": "Layout",
@@ -79,5 +78,5 @@ __getattr__, __dir__ = lazy_names(
         "runs.generate": "generate",
         "runs.run": "load_run",
     },
-    modules="circuits methods scoring tasks _util.plots bias.recipes bias.theory",
+    modules="circuits methods scoring tasks plots bias.recipes bias.theory",
 )

@@ -17,10 +17,12 @@ import numpy as np
 import pandas as pd
 from jaxtyping import Bool, Float, Int
 
-from lapa2_interp._util.errors import StatisticsError, first_sentence
 from lapa2_interp._util.values import plain
+from lapa2_interp.errors import StatisticsError, first_sentence
 
 Labels = Sequence[Any] | np.ndarray | pd.Series
+LEVEL = 0.05
+"""Significance level of verdicts."""
 FEW = 8
 """From this number of clusters on, clusters are resampled."""
 CHUNK = 2**22

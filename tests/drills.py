@@ -13,7 +13,7 @@ import time
 from multiprocessing import forkserver
 from pathlib import Path
 
-from lapa2_interp._util.files import TEMPORARY_PREFIX
+from lapa2_interp.files import TEMPORARY_PREFIX
 
 ROOT = Path(__file__).parents[1]
 GRID = """

@@ -26,7 +26,6 @@ from replay import graphs_on_a_cpu
 from transformers import DynamicCache, StaticCache
 
 from lapa2_interp import Augmentation, Layout, augmented, load_model
-from lapa2_interp._util.errors import LayoutError
 from lapa2_interp.attention.cache import PROMPT_SCORES, check_packing, new_rows
 from lapa2_interp.attention.continued_rows import continued_rows
 from lapa2_interp.attention.recorder import Recorder
@@ -36,6 +35,7 @@ from lapa2_interp.bias.augmentation import active_augmentations
 from lapa2_interp.bias.layout import left_pad
 from lapa2_interp.bias.padded_rows import PaddedRows
 from lapa2_interp.bias.recipes import recipe
+from lapa2_interp.errors import LayoutError
 from lapa2_interp.generation.sampling import draw, uniforms
 from lapa2_interp.generation.teacher_forcing import teacher_forced
 from lapa2_interp.generation.turns import KeptRows, NextTurn

@@ -9,7 +9,7 @@ import pytest
 from conftest import load, script
 
 from lapa2_interp import Augmentation, Layout, load_run
-from lapa2_interp._util.errors import RunError
+from lapa2_interp.errors import RunError
 from lapa2_interp.generation.teacher_forcing import teacher_forced
 from lapa2_interp.runs.generate import make_cells
 from lapa2_interp.runs.grid import load_grid

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from oracle import oracle_bias
 
 from lapa2_interp import Augmentation, Layout, augmented, load_model
-from lapa2_interp._util.errors import LayoutError
 from lapa2_interp.attention.batch_bias import BatchBias
 from lapa2_interp.bias.tokens import decode_continuation
+from lapa2_interp.errors import LayoutError
 from lapa2_interp.generation.sampling import NOTHING, draw, uniforms
 from lapa2_interp.generation.teacher_forcing import teacher_forced
 from lapa2_interp.methods import load_task

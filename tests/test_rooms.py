@@ -15,8 +15,8 @@ import lapa2_interp
 
 PACKAGE = Path(lapa2_interp.__file__).parent
 ROOMS = (
-    "_util", "stats", "bias", "models", "tasks", "prefixes", "methods", "attention", "scoring", "generation", "circuits", "runs", "paper",
-    "report", "cli",
+    "errors", "_util", "files", "plots", "progress", "table_formats", "page", "stats", "bias", "models", "tasks", "prefixes", "methods", "attention", "scoring", "generation", "circuits", "runs",
+    "propositions", "report", "cli",
 )  # fmt: skip
 """In the order of CONTRIBUTING.md: each imports only from those before it. A room is a folder of
 the package, or a module."""

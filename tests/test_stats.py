@@ -9,8 +9,8 @@ import scipy.stats
 import torch
 
 from lapa2_interp import stats
-from lapa2_interp._util.errors import ScoringError, StatisticsError
 from lapa2_interp.circuits.statistics import max_t, ranks
+from lapa2_interp.errors import ScoringError, StatisticsError
 from lapa2_interp.scoring.agreement import agreement
 from lapa2_interp.scoring.distinct import distinct_table
 from lapa2_interp.stats import (

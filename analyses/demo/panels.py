@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pandas as pd
 
-from lapa2_interp._util import plots
-from lapa2_interp._util.commands import command
-from lapa2_interp._util.files import atomic_write
-from lapa2_interp._util.table_formats import format_number, interval_text
-from lapa2_interp._util.version import __version__
+from lapa2_interp import plots
+from lapa2_interp.commands import command
+from lapa2_interp import __version__
 from lapa2_interp.bias.synthetic import geometric_lengths
+from lapa2_interp.files import atomic_write
 from lapa2_interp.models.machine import n_cores, processor_kind
 from lapa2_interp.runs.run import Run, load_run
+from lapa2_interp.table_formats import format_number, interval_text
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -61,7 +61,7 @@ def measure(out: Path, grid: Grid) -> Measured:
     """Score the run's texts and judge the claims on synthetic logits; what was measured before is
     read."""
     from lapa2_interp.bias.synthetic import draw_means
-    from lapa2_interp.paper.synthetic_propositions import synthetic_verdicts
+    from lapa2_interp.propositions.synthetic import synthetic_verdicts
     from lapa2_interp.scoring.tables import cell_table, difference_table, distinct_cells
 
     keys = [cell.key for cell in grid.cells]
@@ -137,7 +137,7 @@ def page(
         read: One trace per stored text, axes alpha, sample, step, layer, head.
         seconds: Duration of this call.
     """
-    from lapa2_interp._util.page import template
+    from lapa2_interp.page import template
 
     run, traces = load_run(out), _stacked_traces(read)
     arms = {cell.key: arm_name(cell) for cell in grid.cells}
@@ -222,7 +222,7 @@ def _axes(axes: Any, xlabel: str, ylabel: str) -> None:
 
 
 def _image(drawing: plots.Drawing) -> list[dict[str, Any]]:
-    from lapa2_interp._util.page import picture
+    from lapa2_interp.page import picture
 
     return picture(drawing, 96, NARROW)
 
@@ -232,7 +232,7 @@ def _image(drawing: plots.Drawing) -> list[dict[str, Any]]:
 
 def decay(grid: Grid, traces: xr.Dataset) -> Panel:
     """Prefix attention against l, with fitted exponents."""
-    from lapa2_interp.paper.propositions import decay_curve_table, exponent_table
+    from lapa2_interp.propositions.traces import decay_curve_table, exponent_table
 
     # A row of exponents for each alpha, and a sentence on its curve.
     curve, exponents = decay_curve_table(traces), exponent_table(traces)
@@ -303,7 +303,7 @@ def decay(grid: Grid, traces: xr.Dataset) -> Panel:
 def _decay_figure(traces: xr.Dataset, curve: pd.DataFrame) -> plots.Drawing:
     from matplotlib.ticker import FuncFormatter, PercentFormatter
 
-    from lapa2_interp.paper.propositions import prefix_curves
+    from lapa2_interp.propositions.traces import prefix_curves
 
     pooled = prefix_curves(traces, pooled=True)
     ratio = (pooled.odds[pooled.baseline] + pooled.log_rest).mean(1, keepdims=True)
@@ -655,9 +655,9 @@ SIGNS = {"as in the paper": "✓", "against the paper": "✗", "inconclusive": "
 
 def verdicts(grid: Grid, measured: Measured, traces: xr.Dataset) -> Panel:
     """The propositions on synthetic logits and on the stored texts."""
-    from lapa2_interp.paper.proposition_claims import ON_SYNTHETIC, count_by_source
-    from lapa2_interp.paper.proposition_study import verdict_page_table
-    from lapa2_interp.paper.propositions import trace_verdicts
+    from lapa2_interp.propositions.claims import ON_SYNTHETIC, count_by_source
+    from lapa2_interp.propositions.study import verdict_page_table
+    from lapa2_interp.propositions.traces import trace_verdicts
 
     # Synthetic logits: families x claims. Stored texts: a row for each claim.
     cell = grid.cells[0]

@@ -17,8 +17,8 @@ from typing import Any
 
 from panels import machine
 
-from lapa2_interp._util.errors import RunError
-from lapa2_interp.paper.scripts import ScriptOptions, whole_number
+from lapa2_interp.errors import RunError
+from analyses.lab.scripts import ScriptOptions, whole_number
 from lapa2_interp.runs.manifest import Manifest
 from lapa2_interp.runs.run import finished_cell, load_run
 

@@ -13,9 +13,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from lapa2_interp._util.errors import LayoutError
 from lapa2_interp._util.paths import LARGEST_TEXT
 from lapa2_interp._util.unpacking import open_packed
+from lapa2_interp.errors import LayoutError
 
 MAX_LETTERS = 2**22
 """Largest number of letters of a text. A tokenizer takes a hundred times their memory, and where

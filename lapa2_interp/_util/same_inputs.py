@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lapa2_interp._util.errors import Lapa2Error, RunError
+from lapa2_interp.errors import Lapa2Error, RunError
 
 LONGEST_SHOWN = 160
 """Letters of a value that a message shows; of longer ones it gives the name alone."""

@@ -38,14 +38,14 @@ from pydantic import (
 from pydantic.dataclasses import dataclass
 from pydantic.fields import FieldInfo
 
-from lapa2_interp._util.errors import (
+from lapa2_interp._util.values import plain, takes_numbers
+from lapa2_interp.errors import (
     Lapa2Error,
     main_error,
     parameter,
     unknown_choice,
     validation_message,
 )
-from lapa2_interp._util.values import plain, takes_numbers
 
 F = TypeVar("F", bound=Callable[..., Any])
 P = ParamSpec("P")

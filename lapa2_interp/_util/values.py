@@ -26,8 +26,8 @@ from typing import (
 
 from pydantic import Field
 
-from lapa2_interp._util.errors import Lapa2Error, parameter, validation_message
 from lapa2_interp._util.parsing import parse_toml
+from lapa2_interp.errors import Lapa2Error, parameter, validation_message
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -32,11 +32,11 @@ from jaxtyping import Bool, Float, Shaped
 from torch import Tensor
 from torch.nn.functional import pad
 
-from lapa2_interp._util.errors import AugmentationError, LayoutError
 from lapa2_interp.attention.terms import Term
 from lapa2_interp.bias.augmentation import BIAS_CAP, Augmentation, steps_overlap
 from lapa2_interp.bias.layer_types import FULL_ATTENTION, NO_ATTENTION, LayerType, distinct_types
 from lapa2_interp.bias.layout import Layout
+from lapa2_interp.errors import AugmentationError, LayoutError
 from lapa2_interp.models.span_attention import SpanScores
 
 CapCallback = Callable[[int, Tensor, int], None]

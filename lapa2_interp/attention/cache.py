@@ -23,11 +23,11 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicLayer
 
-from lapa2_interp._util.errors import LayoutError, ModelError, PrefixError, parameter
 from lapa2_interp.attention.cached_heads import SlotLayer, new_cache_layers
 from lapa2_interp.bias.augmentation import Augmentation
 from lapa2_interp.bias.layout import Layout
 from lapa2_interp.bias.padded_rows import PaddedRows
+from lapa2_interp.errors import LayoutError, ModelError, PrefixError, parameter
 from lapa2_interp.models.blocks import check_no_checkpointing, dropped_cache
 from lapa2_interp.models.cache_name import OLD, let_bridges_read
 from lapa2_interp.models.facts import Model, facts_of, is_fused

@@ -14,7 +14,6 @@ from jaxtyping import Int
 from torch import Tensor
 from transformers import Cache
 
-from lapa2_interp._util.errors import AugmentationError, LayoutError
 from lapa2_interp.attention.batch_bias import CapCallback
 from lapa2_interp.attention.guard import GuardedRows
 from lapa2_interp.bias.augmentation import (
@@ -25,6 +24,7 @@ from lapa2_interp.bias.augmentation import (
 from lapa2_interp.bias.find_spans import SpanFinder
 from lapa2_interp.bias.layout import Layout
 from lapa2_interp.bias.recipes import resolve_recipes
+from lapa2_interp.errors import AugmentationError, LayoutError
 from lapa2_interp.models.blocks import cache_of, has_open_block
 from lapa2_interp.models.facts import Model, facts_of
 from lapa2_interp.models.positions import rows_problem

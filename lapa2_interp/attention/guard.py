@@ -17,7 +17,6 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn.functional import pad
 
-from lapa2_interp._util.errors import DeadHookError, LayoutError, ModelError, TraceError
 from lapa2_interp.attention.batch_bias import BatchBias, CapCallback
 from lapa2_interp.bias.augmentation import (
     Augmentation,
@@ -28,6 +27,7 @@ from lapa2_interp.bias.augmentation import (
 from lapa2_interp.bias.layer_types import LayerType, describe_layers, describe_runs
 from lapa2_interp.bias.layout import Layout
 from lapa2_interp.bias.recipes import parse_recipes
+from lapa2_interp.errors import DeadHookError, LayoutError, ModelError, TraceError
 from lapa2_interp.models.attention_interface import check_matrix_fits
 from lapa2_interp.models.blocks import has_open_block
 from lapa2_interp.models.facts import AUTO_SCORES, Model, facts_of

@@ -29,7 +29,6 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lapa2_interp._util.errors import DeadHookError, LayoutError
 from lapa2_interp.attention.found_rows import FoundRows
 from lapa2_interp.attention.guard import (
     SINK_ERROR,
@@ -41,6 +40,7 @@ from lapa2_interp.attention.guard import (
 from lapa2_interp.bias.augmentation import Augmentation, AugmentationLike
 from lapa2_interp.bias.find_spans import Absent, Occurrence, SpanFinder, Target
 from lapa2_interp.bias.layout import Layout
+from lapa2_interp.errors import DeadHookError, LayoutError
 from lapa2_interp.models.attention_interface import AttentionHooks, hook_attention
 from lapa2_interp.models.blocks import attach_hooks
 from lapa2_interp.models.facts import Model, facts_of

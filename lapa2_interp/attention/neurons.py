@@ -23,12 +23,12 @@ from einops import rearrange
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from lapa2_interp._util.errors import DeadHookError
-from lapa2_interp._util.files import atomic_write, writing_cache
-from lapa2_interp._util.progress import progress_bar
 from lapa2_interp._util.unpacking import check_archive
+from lapa2_interp.errors import DeadHookError
+from lapa2_interp.files import atomic_write, writing_cache
 from lapa2_interp.models.facts import Model
 from lapa2_interp.models.hook_names import HOOK_NEURONS
+from lapa2_interp.progress import progress_bar
 
 PROBE_VALUE = 50.0
 """The value at which a neuron is held to measure its effect on the next token."""

@@ -10,10 +10,10 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from lapa2_interp._util.errors import TraceError
 from lapa2_interp.attention.trace import NEAREST, SUMS, TraceKind
 from lapa2_interp.bias.layer_types import FULL_ATTENTION, NO_ATTENTION, LayerType, distinct_types
 from lapa2_interp.bias.layout import Layout
+from lapa2_interp.errors import TraceError
 from lapa2_interp.models.span_attention import SpanScores, indices
 
 if TYPE_CHECKING:

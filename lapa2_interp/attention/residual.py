@@ -15,9 +15,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from lapa2_interp._util.errors import DeadHookError, ModelError
 from lapa2_interp.attention.cache import new_rows
 from lapa2_interp.bias.layout import Layout
+from lapa2_interp.errors import DeadHookError, ModelError
 from lapa2_interp.models.blocks import OUTSIDE_ERROR, PassState, attach_hooks, open_block
 from lapa2_interp.models.facts import Model, ModelFacts, facts_of
 

@@ -39,7 +39,6 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from lapa2_interp._util.errors import ModelError
 from lapa2_interp.attention.batch_bias import BatchBias
 from lapa2_interp.attention.cache import BridgeRows, Rows, check_window
 from lapa2_interp.attention.cached_heads import SlotLayer
@@ -47,6 +46,7 @@ from lapa2_interp.attention.recorder import Recorder
 from lapa2_interp.bias.augmentation import AugmentationLike, active_augmentations
 from lapa2_interp.bias.layer_types import FULL_ATTENTION
 from lapa2_interp.bias.layout import Layout
+from lapa2_interp.errors import ModelError
 from lapa2_interp.models.attention_interface import AttentionHooks, hook_attention
 from lapa2_interp.models.cache_name import cache_name
 from lapa2_interp.models.facts import Model, facts_of

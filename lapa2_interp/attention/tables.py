@@ -9,9 +9,9 @@ import numpy as np
 import pandas as pd
 from jaxtyping import Float
 
-from lapa2_interp._util.errors import TraceError, parameter, unknown_choice
 from lapa2_interp.attention.trace import NEAREST, sums_in
 from lapa2_interp.bias.theory import DecayFit, fit_decay
+from lapa2_interp.errors import TraceError, parameter, unknown_choice
 from lapa2_interp.stats import bounds, mean_interval
 
 if TYPE_CHECKING:

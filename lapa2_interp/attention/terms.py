@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import numpy as np
 from jaxtyping import Bool, Int, Shaped
 
-from lapa2_interp._util.errors import AugmentationError
 from lapa2_interp.bias.augmentation import Augmentation
 from lapa2_interp.bias.layer_types import LayerType
 from lapa2_interp.bias.layout import Layout
+from lapa2_interp.errors import AugmentationError
 
 
 def _selected_heads(

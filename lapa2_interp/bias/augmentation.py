@@ -64,9 +64,9 @@ from pydantic import (
     model_validator,
 )
 
-from lapa2_interp._util.errors import AugmentationError, validation_message
 from lapa2_interp._util.values import Natural, Positive, plain
 from lapa2_interp.bias.places import FORMS, READERS, read_place
+from lapa2_interp.errors import AugmentationError, validation_message
 
 Law = Literal[
     "log", "linear", "sqrt", "constant", "scale", "cut", "target", "ratio", "power", "multiply"

@@ -6,9 +6,9 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from lapa2_interp._util.errors import LayoutError, parameter, unknown_choice
 from lapa2_interp._util.memory import bounded_memory
 from lapa2_interp._util.parsing import check_text_length, whole_number
+from lapa2_interp.errors import LayoutError, parameter, unknown_choice
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -11,10 +11,10 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, get_args
 
-from lapa2_interp._util.errors import LayoutError, pluralize, unknown_choice
 from lapa2_interp.bias.layout import Layout, Span
 from lapa2_interp.bias.text_start import n_start_tokens
 from lapa2_interp.bias.tokens import decode_tokens, require_tokenizer
+from lapa2_interp.errors import LayoutError, pluralize, unknown_choice
 
 Ids = tuple[int, ...]
 Target = str | Sequence[int] | Callable[[Ids], Any]

@@ -29,7 +29,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
-from lapa2_interp._util.errors import LayoutError, pluralize
 from lapa2_interp._util.parsing import check_text_length
 from lapa2_interp._util.values import Natural, numbers_checked
 from lapa2_interp.bias.augmentation import Augmentation, LengthRule, SpanRule
@@ -49,6 +48,7 @@ from lapa2_interp.bias.tokens import (
     token_places,
     token_texts,
 )
+from lapa2_interp.errors import LayoutError, pluralize
 
 if TYPE_CHECKING:
     from torch import Tensor

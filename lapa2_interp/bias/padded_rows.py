@@ -9,8 +9,8 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from lapa2_interp._util.errors import LayoutError
 from lapa2_interp.bias.layout import Layout, left_pad
+from lapa2_interp.errors import LayoutError
 
 
 class PaddedRows(NamedTuple):

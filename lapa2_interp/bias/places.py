@@ -19,8 +19,8 @@ from collections.abc import Callable
 from itertools import product
 from typing import Any
 
-from lapa2_interp._util.errors import Lapa2Error
 from lapa2_interp._util.values import plain
+from lapa2_interp.errors import Lapa2Error
 
 RANGE = r"\d{1,6}(?:-\d{1,6})?"
 MOST = 1000

@@ -37,10 +37,10 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from lapa2_interp._util.errors import AugmentationError, unknown_choice
 from lapa2_interp._util.values import check_value, read_value
 from lapa2_interp.bias.augmentation import Augmentation, shorten_value
 from lapa2_interp.bias.places import FORMS, read_place
+from lapa2_interp.errors import AugmentationError, unknown_choice
 
 DEFAULTS = ("phase",)
 """Fields that recipes set and do not fix: their publications differ in them."""

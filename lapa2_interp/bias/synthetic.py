@@ -38,8 +38,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from jaxtyping import Float, Int
 
-from lapa2_interp._util.errors import TraceError
-from lapa2_interp._util.progress import progress_bar
+from lapa2_interp.errors import TraceError
+from lapa2_interp.progress import progress_bar
 
 if TYPE_CHECKING:
     import xarray as xr

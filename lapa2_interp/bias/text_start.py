@@ -12,9 +12,9 @@ import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from lapa2_interp._util.commands import command
-from lapa2_interp._util.errors import LayoutError, parameter
+from lapa2_interp.commands import command
 from lapa2_interp.bias.tokens import require_tokenizer
+from lapa2_interp.errors import LayoutError, parameter
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from itertools import groupby, pairwise, takewhile
 from typing import TYPE_CHECKING, Any
 
-from lapa2_interp._util.errors import LayoutError
+from lapa2_interp.errors import LayoutError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

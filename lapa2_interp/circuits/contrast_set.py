@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float
 
-from lapa2_interp._util.errors import CircuitError, DataError
 from lapa2_interp._util.values import Count, numbers_checked
 from lapa2_interp.circuits.examples import (
     RAW,
@@ -23,6 +22,7 @@ from lapa2_interp.circuits.examples import (
     write_texts,
 )
 from lapa2_interp.circuits.guard import check_attention
+from lapa2_interp.errors import CircuitError, DataError
 from lapa2_interp.methods.registry import load_task
 from lapa2_interp.models.blocks import check_no_open_block
 from lapa2_interp.models.card import identify

@@ -16,16 +16,16 @@ import pandas as pd
 from jaxtyping import Float
 from tqdm import tqdm
 
-from lapa2_interp._util.errors import CircuitError, unknown_choice
-from lapa2_interp._util.plots import COLOURS, Drawing, new_figure, plain_axes
-from lapa2_interp._util.progress import given_or_new_bar
 from lapa2_interp._util.values import Count, numbers_checked
 from lapa2_interp.bias.augmentation import AugmentationLike
 from lapa2_interp.circuits.contrast_set import ContrastLike, ContrastSet, as_contrast_set
 from lapa2_interp.circuits.edits import evaluate_edits
 from lapa2_interp.circuits.metrics import METRICS, Metric, metrics_by_name
+from lapa2_interp.errors import CircuitError, unknown_choice
 from lapa2_interp.models.facts import Model
 from lapa2_interp.models.load import accepts_model_name
+from lapa2_interp.plots import COLOURS, Drawing, new_figure, plain_axes
+from lapa2_interp.progress import given_or_new_bar
 from lapa2_interp.stats import bounds
 
 

@@ -26,7 +26,6 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from tqdm import tqdm
 
-from lapa2_interp._util.errors import CircuitError, unknown_choice
 from lapa2_interp.attention.cache import BridgeRows
 from lapa2_interp.attention.cached_heads import SlotLayer
 from lapa2_interp.attention.hooked import augmented
@@ -44,6 +43,7 @@ from lapa2_interp.circuits.contrast_set import ContrastSet
 from lapa2_interp.circuits.examples import ContrastExample, batches
 from lapa2_interp.circuits.guard import check_model_class, check_rule
 from lapa2_interp.circuits.metrics import Metric, Predictions
+from lapa2_interp.errors import CircuitError, unknown_choice
 from lapa2_interp.models.attention_interface import AttentionHooks, hook_attention
 from lapa2_interp.models.blocks import attach_hooks
 from lapa2_interp.models.card import prepacked_model

@@ -13,10 +13,9 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import TYPE_CHECKING
 
-from lapa2_interp._util.errors import CircuitError, pluralize
-from lapa2_interp._util.progress import progress_bar
 from lapa2_interp.bias.layout import Layout
 from lapa2_interp.bias.tokens import decode_tokens
+from lapa2_interp.errors import CircuitError, pluralize
 from lapa2_interp.generation.arrange import chat_layout
 from lapa2_interp.generation.loop import decode_batch
 from lapa2_interp.generation.plan import plan_batches
@@ -24,6 +23,7 @@ from lapa2_interp.generation.resolve import cell_of
 from lapa2_interp.methods.base import SoftPrefixKey
 from lapa2_interp.models.facts import Model
 from lapa2_interp.prefixes.soft_prefix import SoftPrefix
+from lapa2_interp.progress import progress_bar
 from lapa2_interp.tasks.task import RAW, ChatForm, Prompts, Task
 from lapa2_interp.tasks.word_lists import read_word_list
 

@@ -53,9 +53,6 @@ from jaxtyping import Float
 from torch import Tensor
 from tqdm import tqdm
 
-from lapa2_interp._util.errors import CircuitError
-from lapa2_interp._util.plots import COLOURS, Drawing, legend_above, new_figure, plain_axes
-from lapa2_interp._util.progress import given_or_new_bar
 from lapa2_interp._util.values import Count, numbers_checked
 from lapa2_interp.attention.cached_heads import SlotLayer
 from lapa2_interp.circuits.contrast_set import ContrastLike, ContrastSet
@@ -75,10 +72,13 @@ from lapa2_interp.circuits.metrics import Metric, Predictions, metrics_by_name
 from lapa2_interp.circuits.result_store import RECHECKED, ResultStore
 from lapa2_interp.circuits.settings import FILLER
 from lapa2_interp.circuits.statistics import share_interval
+from lapa2_interp.errors import CircuitError
 from lapa2_interp.models.card import prepacked_model
 from lapa2_interp.models.facts import Model, facts_of
 from lapa2_interp.models.load import accepts_model_name
 from lapa2_interp.models.positions import LOG_PROB_TOLERANCE
+from lapa2_interp.plots import COLOURS, Drawing, legend_above, new_figure, plain_axes
+from lapa2_interp.progress import given_or_new_bar
 from lapa2_interp.stats import bounds
 
 FACTORS = ("distance", "keys", "content", "relay")

@@ -42,9 +42,6 @@ from jaxtyping import Float
 from torch import Tensor
 from tqdm import tqdm
 
-from lapa2_interp._util.errors import CircuitError
-from lapa2_interp._util.plots import COLOURS, Drawing, legend_above, new_figure, plain_axes
-from lapa2_interp._util.progress import given_or_new_bar
 from lapa2_interp._util.settings import helped_by
 from lapa2_interp._util.values import Count, Natural, numbers_checked
 from lapa2_interp.circuits.contrast_set import ContrastLike, ContrastSet, as_contrast_set
@@ -65,9 +62,12 @@ from lapa2_interp.circuits.result_store import RECHECKED, ResultStore
 from lapa2_interp.circuits.settings import FILLER, FadingSettings
 from lapa2_interp.circuits.statistics import share_interval
 from lapa2_interp.circuits.units import all_heads, head_mask, make_units
+from lapa2_interp.errors import CircuitError
 from lapa2_interp.models.card import prepacked_model
 from lapa2_interp.models.facts import Model, facts_of
 from lapa2_interp.models.load import accepts_model_name
+from lapa2_interp.plots import COLOURS, Drawing, legend_above, new_figure, plain_axes
+from lapa2_interp.progress import given_or_new_bar
 from lapa2_interp.stats import FEW, bounds
 from lapa2_interp.tasks.task import Task
 

@@ -40,10 +40,6 @@ from torch import Tensor
 from torch.nn.functional import pad
 from tqdm import tqdm
 
-from lapa2_interp._util.errors import CircuitError, pluralize, unknown_choice
-from lapa2_interp._util.plots import Drawing
-from lapa2_interp._util.progress import given_or_new_bar
-from lapa2_interp._util.table_formats import format_number
 from lapa2_interp._util.values import Count, numbers_checked
 from lapa2_interp.bias.augmentation import AugmentationLike
 from lapa2_interp.bias.layout import Span
@@ -60,9 +56,13 @@ from lapa2_interp.circuits.metrics import Metric, Predictions, one_metric
 from lapa2_interp.circuits.statistics import spearman
 from lapa2_interp.circuits.unit_table import UnitTable, draw_tables
 from lapa2_interp.circuits.units import head_units
+from lapa2_interp.errors import CircuitError, pluralize, unknown_choice
 from lapa2_interp.models.facts import Model, facts_of
 from lapa2_interp.models.hook_names import HOOK_PATTERN, HOOK_SCORES
 from lapa2_interp.models.load import accepts_model_name
+from lapa2_interp.plots import Drawing
+from lapa2_interp.progress import given_or_new_bar
+from lapa2_interp.table_formats import format_number
 
 ESTIMATES = ("cut_hat", "slope")
 SINK_TOLERANCE = 1e-3

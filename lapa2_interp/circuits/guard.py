@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from lapa2_interp._util.errors import CircuitError
 from lapa2_interp.bias.augmentation import Augmentation, AugmentationLike, active_augmentations
 from lapa2_interp.bias.layout import Layout
 from lapa2_interp.bias.recipes import resolve_recipes
+from lapa2_interp.errors import CircuitError
 from lapa2_interp.models.facts import Model, check_not_quantised, facts_of
 
 if TYPE_CHECKING:

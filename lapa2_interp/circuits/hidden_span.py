@@ -13,13 +13,13 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lapa2_interp._util.errors import CircuitError
 from lapa2_interp.attention.cache import new_rows
 from lapa2_interp.attention.hooked import augmented
 from lapa2_interp.bias.augmentation import Augmentation, AugmentationLike, active_augmentations
 from lapa2_interp.bias.layout import Layout
 from lapa2_interp.bias.recipes import resolve_recipes
 from lapa2_interp.circuits.metrics import Predictions, js
+from lapa2_interp.errors import CircuitError
 from lapa2_interp.generation.teacher_forcing import check_text_fits
 from lapa2_interp.methods.registry import HIDDEN
 from lapa2_interp.models.facts import Model

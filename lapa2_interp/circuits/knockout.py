@@ -27,9 +27,6 @@ import pandas as pd
 from jaxtyping import Float
 from tqdm import tqdm
 
-from lapa2_interp._util.errors import CircuitError, pluralize, unknown_choice
-from lapa2_interp._util.plots import Drawing, new_figure, plain_axes
-from lapa2_interp._util.progress import given_or_new_bar
 from lapa2_interp._util.values import Count, numbers_checked
 from lapa2_interp.bias.augmentation import AugmentationLike, Phase
 from lapa2_interp.circuits.contrast_set import ContrastLike, as_contrast_set
@@ -43,8 +40,11 @@ from lapa2_interp.circuits.result_store import (
 from lapa2_interp.circuits.statistics import share_interval
 from lapa2_interp.circuits.unit_table import UnitTable
 from lapa2_interp.circuits.units import Unit, all_heads, check_heads, make_units
+from lapa2_interp.errors import CircuitError, pluralize, unknown_choice
 from lapa2_interp.models.facts import Model
 from lapa2_interp.models.load import accepts_model_name
+from lapa2_interp.plots import Drawing, new_figure, plain_axes
+from lapa2_interp.progress import given_or_new_bar
 
 NULL = "nothing"
 """Name and key of the null unit, in which every head's output changes by one rounding step and no

@@ -32,9 +32,6 @@ from jaxtyping import Float
 from torch import Tensor
 from tqdm import tqdm
 
-from lapa2_interp._util.errors import CircuitError
-from lapa2_interp._util.plots import Drawing
-from lapa2_interp._util.progress import given_or_new_bar
 from lapa2_interp._util.values import numbers_checked
 from lapa2_interp.bias.augmentation import AugmentationLike
 from lapa2_interp.circuits.contrast_set import ContrastLike, ContrastSet, as_contrast_set
@@ -43,6 +40,7 @@ from lapa2_interp.circuits.examples import ContrastExample
 from lapa2_interp.circuits.guard import check_has_hooks, check_one_pass
 from lapa2_interp.circuits.unit_table import UnitTable
 from lapa2_interp.circuits.units import head_units
+from lapa2_interp.errors import CircuitError
 from lapa2_interp.models.card import prepacked_model
 from lapa2_interp.models.facts import Model, facts_of
 from lapa2_interp.models.hook_names import (
@@ -55,6 +53,8 @@ from lapa2_interp.models.hook_names import (
 )
 from lapa2_interp.models.load import accepts_model_name
 from lapa2_interp.models.readable_weights import check_weights_readable
+from lapa2_interp.plots import Drawing
+from lapa2_interp.progress import given_or_new_bar
 from lapa2_interp.stats import bounds
 
 PARTS = ("prefix", "bos", "prompt", "generated")

@@ -26,7 +26,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from lapa2_interp._util.errors import CircuitError, pluralize, unknown_choice
+from lapa2_interp.errors import CircuitError, pluralize, unknown_choice
 
 
 @dataclass

@@ -13,7 +13,6 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from lapa2_interp._util.errors import CircuitError, DeadHookError, unknown_choice
 from lapa2_interp.bias.places import head_pairs
 from lapa2_interp.circuits.contrast_set import ContrastSet
 from lapa2_interp.circuits.edits import (
@@ -25,6 +24,7 @@ from lapa2_interp.circuits.edits import (
 from lapa2_interp.circuits.examples import ContrastExample
 from lapa2_interp.circuits.guard import check_has_hooks
 from lapa2_interp.circuits.units import Location, PatchUnit
+from lapa2_interp.errors import CircuitError, DeadHookError, unknown_choice
 from lapa2_interp.models.facts import Model, facts_of
 from lapa2_interp.models.hook_names import (
     HOOK_ATTN_OUT,

@@ -38,9 +38,6 @@ from jaxtyping import Float
 from torch import Tensor
 from tqdm import tqdm
 
-from lapa2_interp._util.errors import CircuitError, pluralize, unknown_choice
-from lapa2_interp._util.plots import Drawing
-from lapa2_interp._util.progress import given_or_new_bar
 from lapa2_interp._util.values import Count, numbers_checked
 from lapa2_interp.circuits.contrast_set import ContrastLike, ContrastSet, as_contrast_set
 from lapa2_interp.circuits.edits import items_per_batch
@@ -53,9 +50,12 @@ from lapa2_interp.circuits.patch_nodes import (
 )
 from lapa2_interp.circuits.unit_table import UnitTable, draw_tables
 from lapa2_interp.circuits.units import Location, PatchUnit
+from lapa2_interp.errors import CircuitError, pluralize, unknown_choice
 from lapa2_interp.models.card import prepacked_model
 from lapa2_interp.models.facts import Model
 from lapa2_interp.models.load import accepts_model_name
+from lapa2_interp.plots import Drawing
+from lapa2_interp.progress import given_or_new_bar
 from lapa2_interp.stats import bounds
 
 Direction = Literal["denoise", "noise"]

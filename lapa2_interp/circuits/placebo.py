@@ -15,22 +15,21 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from lapa2_interp._util.errors import CircuitError
 from lapa2_interp.circuits.contrast_set import ContrastSet
 from lapa2_interp.circuits.gradients import attribution, has_gradients
 from lapa2_interp.circuits.knockout import KnockOut, knock_out
 from lapa2_interp.circuits.logit_attribution import head_logit_attribution
 from lapa2_interp.circuits.statistics import spearman
 from lapa2_interp.circuits.unit_table import UnitTable
+from lapa2_interp.errors import CircuitError
 from lapa2_interp.models.card import identify
 from lapa2_interp.models.facts import Model, facts_of
-from lapa2_interp.stats import FEW
+from lapa2_interp.stats import FEW, LEVEL
 
 Maps = Mapping[str, UnitTable]
 """Tables of units by the names of their maps, such as "head, js"."""
 SIGNED = ("lex", "direct")
 """Measures that change their sign when the attributes of two prefixes are swapped."""
-LEVEL = 0.05
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,6 @@ import numpy as np
 from jaxtyping import Float
 from pydantic import Field
 
-from lapa2_interp._util.errors import CircuitError
 from lapa2_interp._util.values import Positive, numbers_checked
 from lapa2_interp.attention.tables import select_layer_type
 from lapa2_interp.bias.augmentation import (
@@ -30,6 +29,7 @@ from lapa2_interp.bias.augmentation import (
     active_augmentations,
 )
 from lapa2_interp.circuits.contrast_set import ContrastLike, as_contrast_set
+from lapa2_interp.errors import CircuitError
 from lapa2_interp.generation.teacher_forcing import teacher_forced
 from lapa2_interp.models.facts import Model
 from lapa2_interp.models.load import accepts_model_name

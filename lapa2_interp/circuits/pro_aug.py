@@ -28,7 +28,6 @@ from jaxtyping import Float
 from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 
-from lapa2_interp._util.errors import CircuitError, parameter
 from lapa2_interp._util.values import Count, numbers_checked
 from lapa2_interp.attention.hooked import edit_scores
 from lapa2_interp.attention.soft_arguments import soft_inputs
@@ -41,6 +40,7 @@ from lapa2_interp.circuits.gradients import recorded_gradients
 from lapa2_interp.circuits.guard import check_gradients
 from lapa2_interp.circuits.metrics import Metric, Predictions, one_metric
 from lapa2_interp.circuits.units import all_heads, head_mask
+from lapa2_interp.errors import CircuitError, parameter
 from lapa2_interp.generation.loop import prompt_log_likelihood
 from lapa2_interp.methods.base import FLOOR, BatchStart, Branch, Method, Prepared, SoftPrefixKey
 from lapa2_interp.methods.registry import get_for_task, load_task

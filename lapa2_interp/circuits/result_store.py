@@ -13,11 +13,11 @@ import numpy as np
 import torch
 from filelock import Timeout
 
-from lapa2_interp._util.errors import CircuitError
-from lapa2_interp._util.files import acquire_lock, write_text
 from lapa2_interp._util.parsing import parse_object
 from lapa2_interp._util.same_inputs import check_same_inputs
 from lapa2_interp.circuits.contrast_set import ContrastSet
+from lapa2_interp.errors import CircuitError
+from lapa2_interp.files import acquire_lock, write_text
 from lapa2_interp.models.facts import Model, facts_of
 
 CONTROL = ""

@@ -39,13 +39,6 @@ import numpy as np
 from jaxtyping import Float
 from pydantic import BaseModel, ConfigDict
 
-from lapa2_interp._util.errors import (
-    AugmentationError,
-    CircuitError,
-    unknown_choice,
-    validation_message,
-)
-from lapa2_interp._util.files import write_json
 from lapa2_interp._util.parsing import parse_object, read_text
 from lapa2_interp._util.paths import looked_for
 from lapa2_interp._util.settings import helped_by
@@ -64,6 +57,13 @@ from lapa2_interp.circuits.pro_aug import PromptSlope, prompt_slope
 from lapa2_interp.circuits.settings import SCREENED, HeadScore, SelectSettings
 from lapa2_interp.circuits.statistics import share_interval, split_half
 from lapa2_interp.circuits.units import Unit, all_heads, make_units
+from lapa2_interp.errors import (
+    AugmentationError,
+    CircuitError,
+    unknown_choice,
+    validation_message,
+)
+from lapa2_interp.files import write_json
 from lapa2_interp.methods.base import Method
 from lapa2_interp.models.card import identify
 from lapa2_interp.models.facts import Model

@@ -30,12 +30,9 @@ import numpy as np
 import pandas as pd
 from pydantic import TypeAdapter
 
-from lapa2_interp._util.errors import CircuitError, pluralize
-from lapa2_interp._util.files import is_damage, write_json, write_text
 from lapa2_interp._util.parsing import parse_object, read_text
 from lapa2_interp._util.same_inputs import check_same_inputs
 from lapa2_interp._util.settings import helped_by
-from lapa2_interp._util.table_formats import as_csv
 from lapa2_interp._util.terminal import format_duration
 from lapa2_interp._util.values import Count, numbers_checked
 from lapa2_interp.bias.augmentation import Phase
@@ -50,10 +47,13 @@ from lapa2_interp.circuits.prefix_attention import prefix_attention_by_head
 from lapa2_interp.circuits.settings import BEST, StudySettings
 from lapa2_interp.circuits.study_results import EDGES, SIZES, CircuitStudy, make_circuit_graph
 from lapa2_interp.circuits.units import Unit, make_units
+from lapa2_interp.errors import CircuitError, pluralize
+from lapa2_interp.files import is_damage, write_json, write_text
 from lapa2_interp.models.card import identify
 from lapa2_interp.models.facts import Model, facts_of
 from lapa2_interp.models.load import accepts_model_name
 from lapa2_interp.stats import FEW
+from lapa2_interp.table_formats import as_csv
 from lapa2_interp.tasks.prompts import as_prompts
 from lapa2_interp.tasks.task import Prompts, Task
 

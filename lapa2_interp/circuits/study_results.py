@@ -9,8 +9,6 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from lapa2_interp._util.errors import pluralize
-from lapa2_interp._util.table_formats import format_interval, format_number, records
 from lapa2_interp.circuits.contrast_set import ContrastSet
 from lapa2_interp.circuits.control import ControlScore
 from lapa2_interp.circuits.examples import RAW
@@ -19,7 +17,9 @@ from lapa2_interp.circuits.knockout import JointCurve, KnockOut
 from lapa2_interp.circuits.logit_attribution import HeadLogitAttribution
 from lapa2_interp.circuits.placebo import Placebo
 from lapa2_interp.circuits.statistics import spearman
+from lapa2_interp.errors import pluralize
 from lapa2_interp.stats import FEW
+from lapa2_interp.table_formats import format_interval, format_number, records
 
 SIZES = (1, 2, 4, 8, 16, 32)
 """Numbers of heads that are knocked out together."""

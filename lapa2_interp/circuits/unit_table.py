@@ -13,14 +13,14 @@ import pandas as pd
 from jaxtyping import Float, Int
 from matplotlib.axes import Axes
 
-from lapa2_interp._util.errors import CircuitError, pluralize, unknown_choice
-from lapa2_interp._util.plots import Drawing, layer_map, new_figure, plain_axes
-from lapa2_interp._util.table_formats import number_formatter
 from lapa2_interp._util.values import numbers_checked
 from lapa2_interp.circuits.contrast_set import ContrastSet
 from lapa2_interp.circuits.statistics import max_t, ranks, share_interval, split_half
 from lapa2_interp.circuits.units import Location, PatchUnit, Unit
+from lapa2_interp.errors import CircuitError, pluralize, unknown_choice
+from lapa2_interp.plots import Drawing, layer_map, new_figure, plain_axes
 from lapa2_interp.stats import FEW, bounds
+from lapa2_interp.table_formats import number_formatter
 
 COLUMNS = ("head", "kv_head", "slots")
 """Labels that can be the columns of a map, whose rows are layers."""

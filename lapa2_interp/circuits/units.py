@@ -12,10 +12,10 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor
 
-from lapa2_interp._util.errors import CircuitError, unknown_choice
 from lapa2_interp.bias.places import head_pairs
 from lapa2_interp.circuits.contrast_set import ContrastSet
 from lapa2_interp.circuits.edits import Heads
+from lapa2_interp.errors import CircuitError, unknown_choice
 from lapa2_interp.models.facts import Model, facts_of
 from lapa2_interp.models.load import accepts_model_name
 

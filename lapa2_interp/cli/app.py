@@ -29,7 +29,6 @@ from cyclopts import (
 )  # fmt: skip
 from rich.console import Console
 
-from lapa2_interp._util.errors import Lapa2Error, on_command_line
 from lapa2_interp._util.terminal import (
     Terminated,
     escape_line,
@@ -39,6 +38,7 @@ from lapa2_interp._util.terminal import (
     use_utf8,
 )
 from lapa2_interp._util.version import __version__
+from lapa2_interp.errors import Lapa2Error, on_command_line
 
 COMMANDS = {
     "Steer and look": {
@@ -66,13 +66,11 @@ COMMANDS = {
             "Tell what is in a run: which cells are finished, missing or damaged, which failed"
             " and why."
         ),
-        "sweep:power": (
-            "Say how small a difference each claim of a grid could show, before the grid is run."
+        "view:report": (
+            "Write a run's page: its texts coloured by their attention, attention by step, and"
+            " scores."
         ),
-        "paper:report": (
-            "Write a run's page: tables, figures, claims, and texts coloured by their attention."
-        ),
-        "paper:propositions": (
+        "propositions:propositions": (
             "Test the paper's propositions on logits made to fit or break them, and on a model."
         ),
     },

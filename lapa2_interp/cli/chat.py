@@ -6,10 +6,10 @@ import json
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from lapa2_interp._util.errors import LayoutError, MethodError
 from lapa2_interp._util.parsing import parse_json, parse_object, read_text
 from lapa2_interp.cli.live_chat import SYSTEM, LiveChat
 from lapa2_interp.cli.options import AsJson, AugmentationOptions, ModelOptions, Several
+from lapa2_interp.errors import LayoutError, MethodError
 
 
 def chat(

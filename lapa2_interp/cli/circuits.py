@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from lapa2_interp._util.table_formats import as_text, format_interval, format_number
 from lapa2_interp.circuits.settings import FILLER, FadingSettings, SelectSettings, StudySettings
 from lapa2_interp.cli.functions import Values, with_options_of
 from lapa2_interp.cli.options import ContrastOptions, ModelOptions
+from lapa2_interp.table_formats import as_text, format_interval, format_number
 
 
 @with_options_of(StudySettings)
@@ -38,8 +38,8 @@ def circuits(
         placebo: Also make every map where there is nothing to find: in the same model with random
             weights, and with the attributes of half of the prompts swapped.
     """
-    from lapa2_interp._util.files import write_text
     from lapa2_interp.circuits.study import run_study
+    from lapa2_interp.files import write_text
     from lapa2_interp.models.untrained import UNTRAINED
     from lapa2_interp.report.study_page import render_study
 
@@ -75,9 +75,9 @@ def select(
         model: A name of `lapa2 models`, a hub id or a folder.
         out: The card, a JSON file.
     """
-    from lapa2_interp._util.errors import CircuitError
     from lapa2_interp.circuits import selection
     from lapa2_interp.circuits.contrast_set import ContrastSet
+    from lapa2_interp.errors import CircuitError
 
     file = options.get("file")
     if file is not None and file.resolve() == out.resolve():
@@ -139,12 +139,12 @@ def fading(
             the prefix, the weight that the text in between takes, what it says, and what it knows
             of the prefix. Needs rotary positions.
     """
-    from lapa2_interp._util.errors import RunError
-    from lapa2_interp._util.files import result_folder
     from lapa2_interp.circuits.contrast_set import ContrastSet
     from lapa2_interp.circuits.fade_account import account_for_fading
     from lapa2_interp.circuits.fading import VERDICTS, measure_fading
     from lapa2_interp.circuits.selection import Selection
+    from lapa2_interp.errors import RunError
+    from lapa2_interp.files import result_folder
 
     file = options.get("file")
     if file is not None and file.resolve().is_relative_to(out.resolve()):

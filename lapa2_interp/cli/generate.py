@@ -9,9 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Parameter
 
-from lapa2_interp._util.commands import command
-from lapa2_interp._util.errors import Lapa2Error, pluralize
-from lapa2_interp._util.table_formats import as_text
+from lapa2_interp.commands import command
 from lapa2_interp.cli.options import (
     COMPUTING,
     AugmentationOptions,
@@ -20,7 +18,9 @@ from lapa2_interp.cli.options import (
     given_settings,
 )
 from lapa2_interp.cli.texts import columns
+from lapa2_interp.errors import Lapa2Error, pluralize
 from lapa2_interp.models.machine import Attn
+from lapa2_interp.table_formats import as_text
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -63,7 +63,7 @@ def generate(
         yes: Start also what reads over 10^11 tokens, or needs more memory than there is.
         force: Replace a finished run.
     """
-    from lapa2_interp._util.files import result_folder
+    from lapa2_interp.files import result_folder
     from lapa2_interp.methods.registry import find_class
     from lapa2_interp.models.machine import print_if_slow, resolve_dtype
     from lapa2_interp.runs import generate as in_memory
@@ -150,9 +150,9 @@ def trace(
 
 
 def _show(attention: Attention, steps: pd.DataFrame) -> None:
-    from lapa2_interp._util.table_formats import interval_cells
     from lapa2_interp.attention.tables import branch_name
     from lapa2_interp.stats import describe_intervals
+    from lapa2_interp.table_formats import interval_cells
 
     part, trace = attention.part, attention.kinds[0][1]
     last = int(steps["step"].max())

@@ -8,10 +8,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from lapa2_interp._util.errors import AugmentationError, Lapa2Error, LayoutError, unknown_choice
 from lapa2_interp._util.terminal import escape_line
 from lapa2_interp._util.values import check_value, read_value
 from lapa2_interp.cli.options import AugmentationOptions
+from lapa2_interp.errors import AugmentationError, Lapa2Error, LayoutError, unknown_choice
 
 if TYPE_CHECKING:
     from lapa2_interp.bias.augmentation import Augmentation

@@ -10,16 +10,16 @@ import math
 from collections.abc import Mapping
 from pathlib import Path
 
-from lapa2_interp._util.errors import (
+from lapa2_interp._util.paths import is_path, taken_as_path
+from lapa2_interp.bias.text_start import NO_START
+from lapa2_interp.cli.options import AsJson, AugmentationOptions, ModelOptions
+from lapa2_interp.errors import (
     AugmentationError,
     Lapa2Error,
     LayoutError,
     MethodError,
     unknown_choice,
 )
-from lapa2_interp._util.paths import is_path, taken_as_path
-from lapa2_interp.bias.text_start import NO_START
-from lapa2_interp.cli.options import AsJson, AugmentationOptions, ModelOptions
 
 START_MATTERS = 0.5
 """Nats a token by which a start token must help or harm plain sentences before `probe` names the

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_type_hints
 
-from lapa2_interp._util.commands import command_options
-from lapa2_interp._util.table_formats import as_text, format_interval, interval_cells
+from lapa2_interp.commands import command_options
 from lapa2_interp._util.values import read_fields
 from lapa2_interp.cli.functions import Values, command_of, load_task
 from lapa2_interp.cli.texts import settings
@@ -17,6 +16,7 @@ from lapa2_interp.prefixes.settings import (
     PrefixImportSettings,
     PrefixTrainingSettings,
 )
+from lapa2_interp.table_formats import as_text, format_interval, interval_cells
 
 if TYPE_CHECKING:
     import pandas as pd

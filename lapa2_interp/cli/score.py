@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lapa2_interp._util.table_formats import as_text
 from lapa2_interp.cli.functions import Values, command_of, load_task
 from lapa2_interp.runs.settings import ScoreSettings, SheetSettings
 from lapa2_interp.scoring.scorer import SCORERS
 from lapa2_interp.scoring.settings import RatingSettings, TrainingSettings
+from lapa2_interp.table_formats import as_text
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -7,12 +7,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from lapa2_interp._util.commands import command
-from lapa2_interp._util.errors import RunError, pluralize
-from lapa2_interp._util.table_formats import as_text
+from lapa2_interp.commands import command
 from lapa2_interp._util.terminal import escape_line
 from lapa2_interp.cli.functions import Values, command_of
 from lapa2_interp.cli.options import AsJson, Changes
+from lapa2_interp.errors import RunError, pluralize
 from lapa2_interp.runs.settings import SweepSettings
 
 if TYPE_CHECKING:
@@ -37,7 +36,6 @@ def grids(
     from lapa2_interp._util.terminal import format_bytes
     from lapa2_interp.models.machine import machine_memory
     from lapa2_interp.models.sizes import model_size
-    from lapa2_interp.paper.power import detectable_differences
     from lapa2_interp.runs.estimates import estimate
     from lapa2_interp.runs.grid import EXAMPLE, built_in, load_grid, parse_changes
 
@@ -65,8 +63,6 @@ def grids(
             f" {format_bytes(size.disk):>8}  {format_bytes(size.memory):>8}{fits}\n"
             f"    {grid.description}"
         )
-        if points := detectable_differences(grid):
-            print(f"    two arms tell differences of {points} points")
         notes += [f"{grid.name} cannot run yet: {need}" for need in grid.needs]
         for cell in grid.cells:
             if cell.length > (most := model_size(cell.model).n_ctx):
@@ -77,8 +73,7 @@ def grids(
     print(
         "\nrow-tokens: tokens that the model reads, in all branches; cells that grids share are"
         " made once; memory: of a worker. A sweep shows the time that is left, from its first"
-        " batch. Differences: found in 80 % of runs, if texts were independent; `lapa2 power` asks"
-        " an earlier run about each claim"
+        " batch"
     )
     for note in dict.fromkeys(notes):
         print(note)
@@ -92,74 +87,6 @@ def grids(
             " --out RUN`\n"
         )
         print(EXAMPLE, end="")
-
-
-def power(
-    *names: str,
-    claims: Path,
-    changes: Changes = (),
-    perplexity: int | None = None,
-    allow_code: bool = False,
-    out: Path | None = None,
-) -> None:
-    """Say how small a difference each claim of a grid could show, before the grid is run.
-
-    The spread of each difference comes from an earlier run of the grid's items, or from a pilot.
-    For example
-
-        lapa2 sweep quick/scaling --set samples=1 --out results/pilot
-        python analyses/scaling.py results/pilot
-        lapa2 power quick/scaling --claims results/pilot
-        lapa2 power quick/scaling --claims results/pilot --set samples=20
-
-    Args:
-        names: Built-in grids, or paths of .toml files.
-        claims: The run folder of an earlier run whose items have their tables, or a folder of
-            ITEM.claims.csv.
-        changes: KEY=VALUE replaces a key in every block, such as samples=2 or prompts=100; repeat
-            the option for more.
-        perplexity: About how many texts of an arm will have their perplexity measured, where the
-            items' scripts are told (--perplexity).
-        allow_code: Import the modules of methods that a grid names as MODULE:CLASS.
-        out: Also write the table as this CSV file.
-    """
-    import pandas as pd
-
-    from lapa2_interp._util.errors import DataError, GridError
-    from lapa2_interp._util.files import write_text
-    from lapa2_interp._util.table_formats import as_csv
-    from lapa2_interp.paper.claims import read_claims
-    from lapa2_interp.paper.estimates import PERPLEXITY_TEXTS
-    from lapa2_interp.paper.power import POWER, power_table, summarize_power
-    from lapa2_interp.runs.grid import load_grid, parse_changes
-
-    if not names:
-        raise GridError("name a grid, as quick/scaling; `lapa2 grids` lists them")
-    folder = claims / "tables" if (claims / "tables").is_dir() else claims
-    files = sorted(folder.glob("*.claims.csv"))
-    if not files:
-        raise DataError(
-            f"{folder} has no ITEM.claims.csv; `python analyses/ITEM.py RUN` makes it from a run"
-        )
-    known = pd.concat(map(read_claims, files), ignore_index=True)
-    tables = []
-    for name in names:
-        grid = load_grid(name, parse_changes(changes), check=False, allow_code=allow_code)
-        table = power_table(grid, known, perplexity or PERPLEXITY_TEXTS)
-        tables.append(table.assign(grid=grid.name))
-        print(f"{grid.name}\n{as_text(table, '.2f')}")
-        print(f"{summarize_power(table)}\n")
-    print(
-        f"detectable: the smallest true difference that is found in {POWER:.0%} of runs;"
-        " corrected: after Holm's correction for the item's claims, the paper's and ours apart;"
-        " if_zero: how often a true 0 is shown to be smaller than the margin; decided: how often"
-        " one or the other, if the truth is as the earlier run says, within its error;"
-        f" required_prompts: prompts that would decide the claim in {POWER:.0%} of runs, for any"
-        " true difference"
-    )
-    if out is not None:
-        write_text(out, as_csv(pd.concat(tables, ignore_index=True)))
-        print(f"written: {out}")
 
 
 def _print_swept(swept: Swept, values: Values) -> None:

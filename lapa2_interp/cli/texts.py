@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, get_type_hints
 
-from lapa2_interp._util.errors import Lapa2Error, MethodError, ScoringError
 from lapa2_interp._util.values import read_fields
+from lapa2_interp.errors import Lapa2Error, MethodError, ScoringError
 
 OPTION_NAMES = {"parameters": ("--set",), "changes": ("--set",)}
 """Options of settings that have another name."""

@@ -1,4 +1,4 @@
-"""The command that shows a text of a run, head by head: `lapa2 view`."""
+"""The pages of a run: `lapa2 report | view`."""
 
 from __future__ import annotations
 
@@ -23,3 +23,24 @@ def _print_view(page: View, values: Values) -> None:
 
 
 view = command_of(ViewSettings, "report.viewer:view", prepare=_into_the_run, show=_print_view)
+
+
+def report(run: Path, /, *, out: Path | None = None) -> None:
+    """Write a run's page: its texts coloured by their attention, attention by step, and scores.
+
+    One file that loads nothing, to open in a browser or send to somebody. The page shows what is
+    there, and lists the cells that are missing; scores are those of `lapa2 score RUN`. Pages of
+    `lapa2 view` that lie beside it (view*.html) are linked. For example
+
+        lapa2 report results/mine
+        lapa2 report results/mine --out mine.html
+
+    Args:
+        run: The folder of `lapa2 generate` or `lapa2 sweep`.
+        out: The file; by default RUN/report.html. One that is there is replaced.
+    """
+    from lapa2_interp.report.run_page import write_report
+    from lapa2_interp.runs.run import load_run
+
+    file = write_report(load_run(run), out)
+    print(f"{file} ({file.stat().st_size / 1e6:.1f} MB)")

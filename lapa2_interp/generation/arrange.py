@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from lapa2_interp._util.errors import AugmentationError, LayoutError, MethodError
 from lapa2_interp.bias.augmentation import Augmentation, Augmentations, active_augmentations
 from lapa2_interp.bias.chat_template import PLACEHOLDER, texts_around_answers
 from lapa2_interp.bias.layer_types import LayerType, distinct_types
 from lapa2_interp.bias.layout import Layout
+from lapa2_interp.errors import AugmentationError, LayoutError, MethodError
 from lapa2_interp.generation.cell import Cell
 from lapa2_interp.methods.base import Prepared
 from lapa2_interp.models.card import ModelCard

@@ -10,8 +10,8 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from lapa2_interp._util.errors import Lapa2Error
 from lapa2_interp.bias.augmentation import Augmentation, is_value_of
+from lapa2_interp.errors import Lapa2Error
 
 TABLES = ("method", "parameters", "augmentation")
 """Settings that may be a table with lists in it."""

@@ -20,8 +20,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from lapa2_interp._util.errors import TaskError
 from lapa2_interp.bias.tokens import BEFORE, REPLACEMENT_CHARACTER
+from lapa2_interp.errors import TaskError
 from lapa2_interp.tasks.segmentation import (
     has_unspaced_script,
     last_word,

@@ -19,11 +19,11 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, StringConstraints, model_serializer, model_validator
 
-from lapa2_interp._util.errors import AugmentationError, LayoutError, MethodError, TraceError
 from lapa2_interp._util.values import Count, Temperature
 from lapa2_interp.attention.trace import TraceKind
 from lapa2_interp.bias.augmentation import Augmentation, Augmentations, active_augmentations
 from lapa2_interp.bias.text_start import NO_START, USUAL_START
+from lapa2_interp.errors import AugmentationError, LayoutError, MethodError, TraceError
 from lapa2_interp.generation.settings import BannedWordsPolicy, CellSettings, EosPolicy, Head
 from lapa2_interp.methods.base import Branch, Method, SoftPrefixKey
 from lapa2_interp.methods.chat import Chat

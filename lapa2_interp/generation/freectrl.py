@@ -20,7 +20,6 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from tqdm import tqdm
 
-from lapa2_interp._util.progress import hidden_bar
 from lapa2_interp.attention.cache import rows_in_memory
 from lapa2_interp.attention.neurons import set_neurons
 from lapa2_interp.attention.recomputed_rows import RecomputedRows
@@ -29,6 +28,7 @@ from lapa2_interp.generation.batch import Batch, BatchPlan
 from lapa2_interp.generation.loop import decode_samples
 from lapa2_interp.methods.freectrl import ControlCentre, FreeCtrl, TextMonitor
 from lapa2_interp.models.facts import Model, facts_of
+from lapa2_interp.progress import hidden_bar
 
 
 class ControlledRows(RecomputedRows):

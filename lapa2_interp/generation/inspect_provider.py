@@ -33,12 +33,12 @@ from inspect_ai.tool import ToolChoice, ToolInfo
 from pydantic import Field
 from torch import Tensor
 
-from lapa2_interp._util.errors import AugmentationError, GridError, LayoutError
 from lapa2_interp._util.values import Count, Natural, NotNegative, check_value
 from lapa2_interp.attention.hooked import augmented
 from lapa2_interp.bias.augmentation import Augmentation
 from lapa2_interp.bias.layout import Layout
 from lapa2_interp.bias.recipes import resolve_recipes
+from lapa2_interp.errors import AugmentationError, GridError, LayoutError
 from lapa2_interp.models.card import identify
 from lapa2_interp.models.load import load_model
 

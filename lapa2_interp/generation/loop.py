@@ -26,8 +26,6 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from tqdm import tqdm
 
-from lapa2_interp._util.errors import MethodError, ModelError, parameter
-from lapa2_interp._util.progress import hidden_bar
 from lapa2_interp.attention.cache import Rows, new_rows
 from lapa2_interp.attention.continued_rows import continued_rows
 from lapa2_interp.attention.hooked import augmented
@@ -36,12 +34,14 @@ from lapa2_interp.attention.recorder import Recorder
 from lapa2_interp.attention.trace import TracedTexts, join_traces
 from lapa2_interp.bias.layout import Layout
 from lapa2_interp.bias.tokens import decode_answer, decode_continuation
+from lapa2_interp.errors import MethodError, ModelError, parameter
 from lapa2_interp.generation.banned_words import BannedWords
 from lapa2_interp.generation.batch import Batch, BatchPlan
 from lapa2_interp.generation.sampling import NOTHING, draw
 from lapa2_interp.methods.base import BatchStart, LogProbs, Method
 from lapa2_interp.models.facts import Model, decided_path, facts_of
 from lapa2_interp.models.prepacked import prepacked
+from lapa2_interp.progress import hidden_bar
 
 
 @torch.no_grad()

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lapa2_interp._util.errors import MethodError, ModelError
-from lapa2_interp._util.progress import progress_bar
 from lapa2_interp.attention.cache import check_packing, rows_in_memory
 from lapa2_interp.bias.text_start import AUTO_START, start_setting
+from lapa2_interp.errors import MethodError, ModelError
 from lapa2_interp.generation.arrange import arrange
 from lapa2_interp.generation.batch import BatchPlan
 from lapa2_interp.generation.cell import Cell
@@ -23,6 +22,7 @@ from lapa2_interp.models.card import identify
 from lapa2_interp.models.facts import Model, facts_of
 from lapa2_interp.models.load import accepts_model_name
 from lapa2_interp.prefixes.soft_prefix import find_prefix
+from lapa2_interp.progress import progress_bar
 
 MAX_ROWS = 120
 """Rows of a batch, at most; fewer where they would exceed `cache.CACHE_BYTES`."""

@@ -12,19 +12,6 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from lapa2_interp._util.errors import (
-    AugmentationError,
-    Lapa2Error,
-    LayoutError,
-    MethodError,
-    ModelError,
-    PrefixError,
-    TaskError,
-    parameter,
-    unknown_choice,
-    validation_message,
-)
-from lapa2_interp._util.files import sha256_of
 from lapa2_interp._util.paths import is_path, taken_as_path
 from lapa2_interp.bias.augmentation import (
     Augmentation,
@@ -39,6 +26,19 @@ from lapa2_interp.bias.recipes import (
     parse_recipes,
 )
 from lapa2_interp.bias.text_start import AUTO_START, start_setting
+from lapa2_interp.errors import (
+    AugmentationError,
+    Lapa2Error,
+    LayoutError,
+    MethodError,
+    ModelError,
+    PrefixError,
+    TaskError,
+    parameter,
+    unknown_choice,
+    validation_message,
+)
+from lapa2_interp.files import sha256_of
 from lapa2_interp.generation.axes import product, size_of_product
 from lapa2_interp.generation.cell import Cell, same_label
 from lapa2_interp.generation.settings import (

@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
 
-from lapa2_interp._util.errors import Lapa2Error, TraceError, unknown_choice, validation_message
 from lapa2_interp._util.settings import with_help
 from lapa2_interp._util.values import Count, Natural, Temperature
 from lapa2_interp.attention.trace import TraceKind
 from lapa2_interp.bias.places import FORMS as PLACES
 from lapa2_interp.bias.places import head_pairs
 from lapa2_interp.bias.text_start import AUTO_START, NO_START
+from lapa2_interp.errors import Lapa2Error, TraceError, unknown_choice, validation_message
 from lapa2_interp.models.machine import AUTO_DTYPE, Dtype, DtypeOrAuto, ModelClass
 from lapa2_interp.tasks.prompts import PROMPT_FILES
 from lapa2_interp.tasks.task import Prompts

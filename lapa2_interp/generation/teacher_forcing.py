@@ -18,7 +18,6 @@ from jaxtyping import Int
 from torch import Tensor
 from tqdm import tqdm
 
-from lapa2_interp._util.errors import LayoutError, TraceError
 from lapa2_interp._util.values import Count, numbers_checked
 from lapa2_interp.attention.cache import check_tokens, new_rows
 from lapa2_interp.attention.hooked import augmented
@@ -33,6 +32,7 @@ from lapa2_interp.bias.augmentation import (
 from lapa2_interp.bias.layout import Layout, left_pad
 from lapa2_interp.bias.places import head_pairs
 from lapa2_interp.bias.recipes import resolve_recipes
+from lapa2_interp.errors import LayoutError, TraceError
 from lapa2_interp.models.card import prepacked_model
 from lapa2_interp.models.facts import Model, check_rotary_side, decided_path, facts_of
 from lapa2_interp.models.load import accepts_model_name

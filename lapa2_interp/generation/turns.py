@@ -34,7 +34,6 @@ from jaxtyping import Float
 from torch import Tensor
 from tqdm import tqdm
 
-from lapa2_interp._util.errors import LayoutError, parameter
 from lapa2_interp.attention.cache import CachedRows, RereadRows, WrappedRows, new_rows
 from lapa2_interp.attention.hooked import augmented
 from lapa2_interp.attention.trace import TracedTexts, concat_traces, join_traces
@@ -42,6 +41,7 @@ from lapa2_interp.bias.augmentation import Augmentations, active_augmentations
 from lapa2_interp.bias.chat_template import check_text_of_answers
 from lapa2_interp.bias.layout import Layout
 from lapa2_interp.bias.tokens import decode_tokens, tokens_from
+from lapa2_interp.errors import LayoutError, parameter
 from lapa2_interp.generation.arrange import chat_layout, pieces_of_chat
 from lapa2_interp.generation.batch import Batch, BatchPlan
 from lapa2_interp.generation.loop import decode_samples

@@ -21,9 +21,9 @@ from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
-from lapa2_interp._util.errors import MethodError
 from lapa2_interp._util.parsing import read_text
 from lapa2_interp.bias.places import FORMS, read_place
+from lapa2_interp.errors import MethodError
 from lapa2_interp.methods.base import (
     Branch,
     LogProbs,

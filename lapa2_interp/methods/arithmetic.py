@@ -25,7 +25,7 @@ from pydantic import ConfigDict, field_validator
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
-from lapa2_interp._util.errors import MethodError, parameter, unknown_choice
+from lapa2_interp.errors import MethodError, parameter, unknown_choice
 from lapa2_interp.methods.base import (
     FLOOR,
     Branch,

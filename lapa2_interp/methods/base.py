@@ -33,7 +33,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from lapa2_interp._util.errors import MethodError
+from lapa2_interp.errors import MethodError
 from lapa2_interp.tasks.task import ChatForm, Task
 
 State = Any

@@ -20,7 +20,7 @@ from pydantic import ConfigDict, Field, ValidationError
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
-from lapa2_interp._util.errors import MethodError, TaskError, validation_message
+from lapa2_interp.errors import MethodError, TaskError, validation_message
 from lapa2_interp.methods.base import FLOOR, Branch, LogProbs, Method, State, check_branches
 from lapa2_interp.tasks.task import CUSTOM, Attribute, ChatForm, Prompts, Task
 

@@ -35,8 +35,8 @@ from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
-from lapa2_interp._util.errors import MethodError, parameter
 from lapa2_interp._util.values import Count
+from lapa2_interp.errors import MethodError, parameter
 from lapa2_interp.methods.base import (
     BatchStart,
     Branch,

@@ -54,7 +54,7 @@ from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
-from lapa2_interp._util.errors import MethodError, parameter
+from lapa2_interp.errors import MethodError, parameter
 from lapa2_interp.methods.base import (
     BatchStart,
     Branch,

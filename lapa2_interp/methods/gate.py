@@ -30,7 +30,7 @@ from pydantic import ConfigDict, Field, field_validator
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
-from lapa2_interp._util.errors import MethodError
+from lapa2_interp.errors import MethodError
 from lapa2_interp.methods.base import (
     Branch,
     LogProbs,

@@ -17,7 +17,7 @@ from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
-from lapa2_interp._util.errors import MethodError
+from lapa2_interp.errors import MethodError
 from lapa2_interp.methods.base import FLOOR, Branch, LogProbs, Method, State, check_branches
 from lapa2_interp.tasks.task import Task
 

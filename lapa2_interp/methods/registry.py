@@ -17,14 +17,6 @@ from typing import Any, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
 
-from lapa2_interp._util.errors import (
-    AugmentationError,
-    MethodError,
-    TaskError,
-    parameter,
-    unknown_choice,
-    validation_message,
-)
 from lapa2_interp._util.values import check_value
 from lapa2_interp.bias.augmentation import (
     PAPER_LAWS,
@@ -34,6 +26,14 @@ from lapa2_interp.bias.augmentation import (
     active_augmentations,
     steps_overlap,
     within,
+)
+from lapa2_interp.errors import (
+    AugmentationError,
+    MethodError,
+    TaskError,
+    parameter,
+    unknown_choice,
+    validation_message,
 )
 from lapa2_interp.methods.activation_addition import ActivationAddition
 from lapa2_interp.methods.air_decoding import AirDecoding

@@ -30,8 +30,8 @@ from torch.nn.functional import pad
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface, eager_mask
 
-from lapa2_interp._util.errors import DeadHookError, ModelError, parameter
 from lapa2_interp.bias.layer_types import LayerType
+from lapa2_interp.errors import DeadHookError, ModelError, parameter
 from lapa2_interp.models.blocks import (
     ATTENTION_NAME,
     OUTSIDE_ERROR,

@@ -20,7 +20,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from lapa2_interp._util.errors import DeadHookError, ModelError
+from lapa2_interp.errors import DeadHookError, ModelError
 from lapa2_interp.models.cache_name import NEW, OLD
 from lapa2_interp.models.facts import Model, facts_of
 

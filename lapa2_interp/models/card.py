@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 import torch
 from pydantic import BaseModel, ConfigDict
 
-from lapa2_interp._util.errors import ModelError
 from lapa2_interp.bias.layer_types import LayerType
 from lapa2_interp.bias.text_start import text_markers, text_start
+from lapa2_interp.errors import ModelError
 from lapa2_interp.models.configuration import omit_if_all_full
 from lapa2_interp.models.facts import Model, check_has_tokenizer, facts_of
 from lapa2_interp.models.fingerprint import (

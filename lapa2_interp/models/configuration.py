@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from lapa2_interp._util.errors import ModelError
 from lapa2_interp.bias.layer_types import FULL_ATTENTION, LayerType, LayerTypeName
+from lapa2_interp.errors import ModelError
 
 DEFAULT_CONTEXT = 2048
 """Context of models whose configuration names none, such as Bloom; transformer-lens has the same.

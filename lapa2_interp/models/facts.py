@@ -16,9 +16,9 @@ from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal, cast
 
-from lapa2_interp._util.errors import LayoutError, ModelError
 from lapa2_interp.bias.layer_types import FULL_ATTENTION, LayerType, describe_runs
 from lapa2_interp.bias.tokens import require_tokenizer
+from lapa2_interp.errors import LayoutError, ModelError
 from lapa2_interp.models.cache_name import cache_name
 from lapa2_interp.models.configuration import (
     check_decoder_depth,

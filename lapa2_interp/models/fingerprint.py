@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import xxhash
 from jaxtyping import Int, UInt8
 
-from lapa2_interp._util.errors import ModelError
+from lapa2_interp.errors import ModelError
 
 if TYPE_CHECKING:
     import torch

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lapa2_interp._util.errors import ModelError
+from lapa2_interp.errors import ModelError
 from lapa2_interp.models.fingerprint import values_digest
 
 SPLITTERS = MappingProxyType(

@@ -8,7 +8,7 @@ import tempfile
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
-from lapa2_interp._util.errors import ModelError
+from lapa2_interp.errors import ModelError
 from lapa2_interp.models.cache_name import let_bridges_read
 from lapa2_interp.models.configuration import short_context
 from lapa2_interp.models.facts import Model, check_not_quantised

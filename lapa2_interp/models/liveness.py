@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from lapa2_interp._util.errors import DeadHookError, ModelError, parameter
+from lapa2_interp.errors import DeadHookError, ModelError, parameter
 from lapa2_interp.models.attention_interface import AttentionHooks, hook_attention
 from lapa2_interp.models.blocks import OUTSIDE_ERROR
 from lapa2_interp.models.cache_name import cache_name

@@ -18,7 +18,6 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
-from lapa2_interp._util.errors import ModelError, first_sentence, parameter, unknown_choice
 from lapa2_interp._util.paths import looked_for
 from lapa2_interp._util.values import Count, numbers_checked
 from lapa2_interp.bias.text_start import (
@@ -31,6 +30,7 @@ from lapa2_interp.bias.text_start import (
     usual_start,
 )
 from lapa2_interp.bias.tokens import without_dropout
+from lapa2_interp.errors import ModelError, first_sentence, parameter, unknown_choice
 from lapa2_interp.models.blocks import check_no_open_block
 from lapa2_interp.models.cache_name import let_bridges_read
 from lapa2_interp.models.card import attach_card, identify, make_card

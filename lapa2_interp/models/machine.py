@@ -20,9 +20,9 @@ from typing import Any, Literal, get_args
 
 from pydantic import TypeAdapter
 
-from lapa2_interp._util.errors import ModelError, parameter, unknown_choice
-from lapa2_interp._util.files import cache_folder, write_json
 from lapa2_interp._util.parsing import read_text
+from lapa2_interp.errors import ModelError, parameter, unknown_choice
+from lapa2_interp.files import cache_folder, write_json
 
 Dtype = Literal["float32", "bfloat16", "float16", "float64"]
 AUTO_DTYPE = "auto"

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from lapa2_interp._util.errors import ModelError
+from lapa2_interp.errors import ModelError
 from lapa2_interp.models.fingerprint import offload_hooks
 
 

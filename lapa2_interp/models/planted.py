@@ -51,8 +51,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from lapa2_interp._util.errors import ModelError
 from lapa2_interp._util.parsing import whole_number
+from lapa2_interp.errors import ModelError
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase

@@ -18,7 +18,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from lapa2_interp._util.errors import DeadHookError
+from lapa2_interp.errors import DeadHookError
 from lapa2_interp.models.attention_interface import AttentionHooks, hook_attention
 from lapa2_interp.models.cache_name import cache_name
 from lapa2_interp.models.configuration import context_length, rotary_limit

@@ -38,7 +38,7 @@ from torch.nn.functional import gelu, pad
 from transformers.activations import NewGELUActivation
 from transformers.pytorch_utils import Conv1D
 
-from lapa2_interp._util.errors import ModelError, unknown_choice
+from lapa2_interp.errors import ModelError, unknown_choice
 from lapa2_interp.models.fingerprint import weight_fingerprint
 from lapa2_interp.models.machine import usable_memory
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from lapa2_interp._util.errors import ModelError
+from lapa2_interp.errors import ModelError
 from lapa2_interp.models.facts import Model, check_not_quantised, facts_of
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lapa2_interp._util.errors import LayoutError
+from lapa2_interp.errors import LayoutError
 from lapa2_interp.models.blocks import arguments_by_name, cache_of
 from lapa2_interp.models.configuration import rotary_limit
 

@@ -7,8 +7,8 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lapa2_interp._util.errors import ModelError
 from lapa2_interp.bias.layer_types import LayerType
+from lapa2_interp.errors import ModelError
 from lapa2_interp.models.configuration import (
     config_layer_types,
     context_length,

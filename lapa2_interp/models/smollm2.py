@@ -22,8 +22,8 @@ from pathlib import Path
 
 from pydantic import TypeAdapter
 
-from lapa2_interp._util.errors import ModelError
-from lapa2_interp._util.files import (
+from lapa2_interp.errors import ModelError
+from lapa2_interp.files import (
     atomic_folder,
     cache_folder,
     one_process_at_a_time,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from typing import TYPE_CHECKING
 
-from lapa2_interp._util.errors import ModelError
+from lapa2_interp.errors import ModelError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

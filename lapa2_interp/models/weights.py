@@ -20,10 +20,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from lapa2_interp._util.errors import ModelError, pluralize
-from lapa2_interp._util.files import sha256_of
 from lapa2_interp._util.parsing import parse_json, read_text, whole_number
 from lapa2_interp._util.values import plain
+from lapa2_interp.errors import ModelError, pluralize
+from lapa2_interp.files import sha256_of
 
 WEIGHTS = "model.safetensors"
 ADAPTER = "adapter_config.json"

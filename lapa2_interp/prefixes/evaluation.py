@@ -19,10 +19,9 @@ import torch
 from jaxtyping import Float, Int
 from tqdm import tqdm
 
-from lapa2_interp._util.errors import PrefixError
-from lapa2_interp._util.progress import progress_bar
 from lapa2_interp._util.values import Count, numbers_checked
 from lapa2_interp.bias.text_start import text_start
+from lapa2_interp.errors import PrefixError
 from lapa2_interp.models.load import load_transformers, move_to_device
 from lapa2_interp.models.prepacked import prepacked
 from lapa2_interp.prefixes.likelihood import TextRows, text_nll
@@ -34,6 +33,7 @@ from lapa2_interp.prefixes.soft_prefix import (
     write_card,
 )
 from lapa2_interp.prefixes.training import check_context, tokenise_pieces
+from lapa2_interp.progress import progress_bar
 from lapa2_interp.stats import Interval, mean_interval
 from lapa2_interp.tasks.corpora import Corpus
 from lapa2_interp.tasks.task import Task

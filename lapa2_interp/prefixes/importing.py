@@ -26,11 +26,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from zipfile import is_zipfile
 
-from lapa2_interp._util.errors import PrefixError, parameter, unknown_choice
 from lapa2_interp._util.parsing import parse_json, read_text
 from lapa2_interp._util.paths import kind_of
 from lapa2_interp._util.settings import takes
 from lapa2_interp._util.unpacking import check_archive
+from lapa2_interp.errors import PrefixError, parameter, unknown_choice
 from lapa2_interp.models.card import ModelCard, identify
 from lapa2_interp.models.facts import Model
 from lapa2_interp.models.load import expand_name, load_model

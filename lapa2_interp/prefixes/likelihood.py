@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy, pad
 from transformers.cache_utils import DynamicCache
 
-from lapa2_interp._util.errors import LayoutError, ModelError
+from lapa2_interp.errors import LayoutError, ModelError
 from lapa2_interp.models.blocks import check_no_checkpointing, dropped_cache
 from lapa2_interp.models.cache_name import cache_name
 from lapa2_interp.models.configuration import short_context

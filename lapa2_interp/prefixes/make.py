@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pandas as pd
 
-from lapa2_interp._util.errors import PrefixError
 from lapa2_interp._util.settings import takes
+from lapa2_interp.errors import PrefixError
 from lapa2_interp.models.machine import print_if_slow
 from lapa2_interp.prefixes.evaluation import evaluate_sets
 from lapa2_interp.prefixes.recipes import training_recipe

@@ -19,8 +19,8 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from lapa2_interp._util.errors import PrefixError, parameter
-from lapa2_interp._util.files import read_checkpoint, write_checkpoint
+from lapa2_interp.errors import PrefixError, parameter
+from lapa2_interp.files import read_checkpoint, write_checkpoint
 from lapa2_interp.prefixes.likelihood import TextRows, text_nll
 from lapa2_interp.prefixes.parameters import PrefixParameters
 from lapa2_interp.prefixes.recipes import TrainingRecipe

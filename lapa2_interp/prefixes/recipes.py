@@ -10,8 +10,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from lapa2_interp._util.errors import PrefixError, unknown_choice, validation_message
 from lapa2_interp._util.values import Count, Natural, NotNegative, Positive
+from lapa2_interp.errors import PrefixError, unknown_choice, validation_message
 from lapa2_interp.models.machine import Dtype
 
 

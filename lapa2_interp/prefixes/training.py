@@ -31,13 +31,12 @@ from filelock import Timeout
 from jaxtyping import Float
 from torch import Tensor
 
-from lapa2_interp._util.errors import DataError, PrefixError, parameter
-from lapa2_interp._util.files import acquire_lock, check_name, temporary_folder, write_json
 from lapa2_interp._util.parsing import parse_object, read_text
-from lapa2_interp._util.progress import progress_bar
 from lapa2_interp._util.same_inputs import check_same_inputs
 from lapa2_interp._util.version import __version__
 from lapa2_interp.bias.text_start import AUTO_START, start_setting, text_start
+from lapa2_interp.errors import DataError, PrefixError, parameter
+from lapa2_interp.files import acquire_lock, check_name, temporary_folder, write_json
 from lapa2_interp.models.configuration import context_length, short_context
 from lapa2_interp.models.load import load_transformers, move_to_device
 from lapa2_interp.prefixes.optimization import PrefixTraining, TokenLists, TrainingTexts
@@ -54,6 +53,7 @@ from lapa2_interp.prefixes.soft_prefix import (
     prefix_files,
     save_prefix,
 )
+from lapa2_interp.progress import progress_bar
 from lapa2_interp.tasks.corpora import Corpus, split_pieces
 from lapa2_interp.tasks.task import Task
 

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pandas as pd
 
-from lapa2_interp._util.errors import MethodError
 from lapa2_interp.attention.tables import pooled
 from lapa2_interp.circuits.hidden_span import span_effect
+from lapa2_interp.errors import MethodError
 from lapa2_interp.generation.arrange import chat_layout
 from lapa2_interp.models.facts import Model
 from lapa2_interp.models.load import accepts_model_name

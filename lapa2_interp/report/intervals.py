@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pandas as pd
 
-from lapa2_interp._util.table_formats import format_number
 from lapa2_interp.runs.store import STATES
+from lapa2_interp.table_formats import format_number
 
 if TYPE_CHECKING:
     from markupsafe import Markup

@@ -1,17 +1,16 @@
 """The page of a run: one HTML file that loads nothing and escapes the texts of models.
 
-Its sections, from a run folder and the tables and figures made from it:
+Its sections, from a run folder:
 
 1. texts of the arms side by side, every token coloured by the attention of the query that predicted
    it;
 2. attention on the prefix against step, of cells in grids that are not this package's;
 3. the scores in the run folder (`lapa2 score RUN`), and each arm against the baseline;
-4. the paper's claims with intervals and verdicts, and ours separately;
-5. every item: its figure, table and notes;
-6. every cell with its state;
-7. models, grids, weights, versions and seeds.
+4. every cell with its state;
+5. models, grids, weights, versions and seeds.
 
-A section without data is left out.
+A section without data is left out. A template that extends `run_report.html.j2` can fill the blocks
+between them; `page_values` gives what the template needs.
 """
 
 from __future__ import annotations
@@ -26,13 +25,9 @@ from urllib.parse import quote
 
 import pandas as pd
 
-from lapa2_interp._util.commands import script_command
-from lapa2_interp._util.errors import RunError, TraceError, parameter, pluralize
-from lapa2_interp._util.page import embedded, template, write_page
-from lapa2_interp._util.table_formats import records
-from lapa2_interp.paper.gallery import read_gallery
+from lapa2_interp.errors import RunError, TraceError, pluralize
+from lapa2_interp.page import embedded, template, write_page
 from lapa2_interp.report.intervals import format_numbers, interval_svg, mark_cell, shared_scale
-from lapa2_interp.report.item_sections import ITEM_ORDER, VERDICT_MARKS, claim_groups, item_sections
 from lapa2_interp.report.run_texts import MAX_PROMPTS, each_text, texts_to_show
 from lapa2_interp.runs.attention import ALIKE
 from lapa2_interp.runs.grid import built_in
@@ -46,98 +41,79 @@ from lapa2_interp.scoring.tables import (
     format_scores,
     varying_columns,
 )
+from lapa2_interp.table_formats import records
 
 PAGE_BYTES = 3_800_000
 """Largest intended page in bytes, which limits the number of prompts with texts."""
+TEMPLATES = Path(__file__).parent
+"""The folder of `run_report.html.j2`."""
 MOST_FIGURES = 24
 """Figures of attention on a page."""
 PREPACKING_NAMES = {"all": "every linear layer", "lm_head": "the output layer"}
 """Descriptions of the values of `ModelCard.prepacking`."""
 
 
-def write_report(
-    run: Run | str | Path, tables: str | Path | None = None, out: str | Path | None = None
-) -> Path:
+def write_report(run: Run | str | Path, out: str | Path | None = None) -> Path:
     """Write a run's page; returns the file.
 
     Args:
         run: A run or its folder.
-        tables: The folder of the items' tables, with figures/ beside it; by default RUN/tables.
         out: The file; by default RUN/report.html. An existing file is replaced. Pages of `lapa2
             view` beside it (view*.html) are linked.
 
     Raises:
-        RunError: The given folder has no tables, or the file cannot be written.
+        RunError: The file cannot be written, or as `page_values`.
+        ModelError: As `page_values`.
     """
     run = run if isinstance(run, Run) else load_run(run)
-    folder = run.require_folder() / "tables" if tables is None else Path(tables)
-    if tables is not None and not any(folder.glob("*.json")):
-        raise RunError(
-            f"{parameter('tables')} {folder} has no tables (ITEM.json);"
-            f" `{script_command('analyses/ITEM.py', run.require_folder())}` makes those of an item"
-        )
     file = run.require_folder() / "report.html" if out is None else Path(out)
-    views = sorted(path.name for path in file.parent.glob("view*.html"))
-    return write_page(file, lambda: run_report(run, folder, folder.parent / "figures", views=views))
+    page = template("run_report.html.j2", TEMPLATES)
+    return write_page(file, lambda: page.render(page_values(run, views_beside(file))))
 
 
-def run_report(
-    run: Run,
-    tables: Path,
-    figures: Path,
-    views: Sequence[str] = (),
-) -> str:
-    """The page of a run as one string; equal folders give equal pages.
+def views_beside(file: Path) -> list[str]:
+    """The names of the pages of `lapa2 view` that lie beside a file."""
+    return sorted(path.name for path in file.parent.glob("view*.html"))
+
+
+def page_values(run: Run, views: Sequence[str] = (), further_bytes: int = 0) -> dict[str, Any]:
+    """What `run_report.html.j2` shows of a run; equal folders give equal pages.
 
     Args:
         run: The run, finished or not.
-        tables, figures: Folders of ITEM.json, ITEM.csv and ITEM.claims.csv, and of ITEM.png; any
-            file may be missing.
         views: Names of pages of `lapa2 view` in the same folder, to be linked.
+        further_bytes: Size of what a page has besides. Fewer texts are shown then, so that the page
+            stays below `PAGE_BYTES`.
 
     Raises:
-        RunError: A cell, a table or the results.json beside the tables is damaged.
+        RunError: A cell or a table of scores is damaged.
         ModelError: The tokenizer of a cell's model is not there.
     """
-
     cells = run.cells
-    # Items, then texts in the bytes that are left.
-    names = {
-        "task": list(dict.fromkeys(cells.get("task", ()))),
-        "method": list(dict.fromkeys(cells.get("method", ()))),
-    }
-    items = item_sections(tables, figures, names)
-    groups = claim_groups(items)
     attention, left = _attention_figures(run, cells)
-    used = (
-        sum(len(section["image"] or "") for section in (*items, *attention))
-        + 3 * sum(len(str(item["rows"])) for item in items)
-        + 100_000
-    )
+    used = further_bytes + sum(len(figure["image"]) for figure in attention) + 100_000
     n_prompts, texts = texts_to_show(run, PAGE_BYTES - used)
     manifests = [run.manifest(key) for key in run.finished]
-    return template("run_report.html.j2", Path(__file__).parent).render(
-        title=_title(run),
-        verdicts=VERDICT_MARKS,
-        states=STATES,
-        names=names,
-        run=_overview(run, cells),
-        facts=_run_facts(run, manifests),
-        others=_other_runs(run, tables.parent),
-        items=items,
-        attention=attention,
-        attention_left=left,
-        scores=[] if run.folder is None else _score_sections(run, run.folder),
-        absent=[name for name in ITEM_ORDER if name not in {item["name"] for item in items}],
-        groups=groups,
-        cells=_cell_rows(cells),
-        n_prompts=n_prompts,
-        max_prompts=MAX_PROMPTS,
-        traced=any(text["p"] or text["b"] for text in each_text(texts)),
-        n_texts=sum(1 for _ in each_text(texts)),
-        texts=embedded(texts),
-        views=[(name, f"./{quote(name)}") for name in views],
-    )
+    return {
+        "title": _title(run),
+        "states": STATES,
+        "names": {
+            "task": list(dict.fromkeys(cells.get("task", ()))),
+            "method": list(dict.fromkeys(cells.get("method", ()))),
+        },
+        "run": _overview(run, cells),
+        "facts": _run_facts(run, manifests),
+        "attention": attention,
+        "attention_left": left,
+        "scores": [] if run.folder is None else _score_sections(run, run.folder),
+        "cells": _cell_rows(cells),
+        "n_prompts": n_prompts,
+        "max_prompts": MAX_PROMPTS,
+        "traced": any(text["p"] or text["b"] for text in each_text(texts)),
+        "n_texts": sum(1 for _ in each_text(texts)),
+        "texts": embedded(texts),
+        "views": [(name, f"./{quote(name)}") for name in views],
+    }
 
 
 # --- the run
@@ -221,23 +197,6 @@ def _run_facts(run: Run, manifests: Sequence[Manifest]) -> dict[str, list[str]]:
     }
 
 
-def _other_runs(run: Run, folder: Path) -> list[dict[str, Any]]:
-    """Other runs with tables in the folder, from its results.json."""
-    return [
-        {
-            "grids": ", ".join(gallery_run.grids),
-            "cells": sum(grid.get("finished", 0) for grid in gallery_run.grids.values()),
-            "made": ", ".join((*gallery_run.weights, *gallery_run.dtypes, *gallery_run.devices)),
-            "commits": ", ".join(
-                commit if " " in commit else commit[:12] for commit in gallery_run.commits
-            ),
-            "analysed": f"{gallery_run.analysed_when:%Y-%m-%d}, {gallery_run.analysed_on}",
-        }
-        for gallery_run in read_gallery(folder).runs
-        if not set(gallery_run.grids) <= set(run.listing.grids)
-    ]
-
-
 def _cell_rows(cells: pd.DataFrame) -> list[dict[str, Any]]:
     """A row for every cell, unfinished cells first."""
     rows = []
@@ -253,8 +212,8 @@ def _cell_rows(cells: pd.DataFrame) -> list[dict[str, Any]]:
 
 
 def _attention_figures(run: Run, cells: pd.DataFrame) -> tuple[list[dict[str, str]], int]:
-    """Attention against step of cells in grids that are not this package's, whose items show
-    theirs: a figure for each kind of cells that can be drawn together; and how many kinds are left
+    """Attention against step of cells in grids that are not this package's: a figure for each kind
+    of cells that can be drawn together; and how many kinds are left
     out."""
     own = {
         key

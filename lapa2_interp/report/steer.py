@@ -32,25 +32,18 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from lapa2_interp._util.errors import CircuitError, RunError, parameter, pluralize
-from lapa2_interp._util.files import write_text
 from lapa2_interp._util.settings import takes
-from lapa2_interp._util.table_formats import as_csv, format_interval
 from lapa2_interp.bias.augmentation import Augmentation
 from lapa2_interp.circuits.contrast_set import ContrastSet
 from lapa2_interp.circuits.gradients import has_gradients
 from lapa2_interp.circuits.selection import Selection, select
 from lapa2_interp.circuits.units import all_heads
+from lapa2_interp.errors import CircuitError, RunError, parameter, pluralize
+from lapa2_interp.files import write_text
 from lapa2_interp.generation.cell import Cell
 from lapa2_interp.methods.registry import load_task
 from lapa2_interp.models.load import load_model
 from lapa2_interp.models.sizes import model_size
-from lapa2_interp.paper.equal_perplexity import (
-    BASELINE,
-    SteeringCurves,
-    interpolate_at_perplexity,
-    resampled_interval,
-)
 from lapa2_interp.report.settings import SteerSettings
 from lapa2_interp.report.steer_page import write_steer_page
 from lapa2_interp.report.steer_result import (
@@ -78,10 +71,17 @@ from lapa2_interp.runs.estimates import check_affordable, estimate
 from lapa2_interp.runs.fill import fill_run
 from lapa2_interp.runs.grid import Grid
 from lapa2_interp.runs.run import load_run
+from lapa2_interp.scoring.equal_perplexity import (
+    BASELINE,
+    SteeringCurves,
+    interpolate_at_perplexity,
+    resampled_interval,
+)
 from lapa2_interp.scoring.registry import ScorerOptions, score_texts
 from lapa2_interp.scoring.scorer import CLASSIFIERS, ScoreCache
 from lapa2_interp.scoring.tables import cell_table, difference_table, distinct_cells
 from lapa2_interp.stats import FEW, holm
+from lapa2_interp.table_formats import as_csv, format_interval
 from lapa2_interp.tasks.prompts import as_prompts
 from lapa2_interp.tasks.task import Prompts, Task
 

@@ -8,9 +8,10 @@ import numpy as np
 import pandas as pd
 from matplotlib.ticker import LogLocator, NullLocator
 
-from lapa2_interp._util.errors import pluralize
-from lapa2_interp._util.page import Section, page, write_page
-from lapa2_interp._util.plots import (
+from lapa2_interp.errors import pluralize
+from lapa2_interp.models.sizes import model_size
+from lapa2_interp.page import Section, page, write_page
+from lapa2_interp.plots import (
     COLOURS,
     Drawing,
     band,
@@ -20,10 +21,9 @@ from lapa2_interp._util.plots import (
     new_figure,
     plain_axes,
 )
-from lapa2_interp._util.table_formats import format_interval
-from lapa2_interp.models.sizes import model_size
 from lapa2_interp.report.steer_result import ORDER, Steered, format_test
 from lapa2_interp.stats import describe_intervals
+from lapa2_interp.table_formats import format_interval
 
 SHOWN_TEXTS = 3
 """Prompts whose texts are on the page."""

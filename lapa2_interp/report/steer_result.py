@@ -10,14 +10,13 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from lapa2_interp._util.commands import command
-from lapa2_interp._util.errors import RunError, TaskError, parameter, pluralize
-from lapa2_interp._util.files import write_json
+from lapa2_interp.commands import command
 from lapa2_interp._util.parsing import parse_object, read_text
 from lapa2_interp._util.same_inputs import check_same_inputs
-from lapa2_interp._util.table_formats import format_interval, format_number
 from lapa2_interp.bias.augmentation import Augmentation
 from lapa2_interp.circuits.selection import Selection, random_heads
+from lapa2_interp.errors import RunError, TaskError, parameter, pluralize
+from lapa2_interp.files import write_json
 from lapa2_interp.generation.cell import Cell
 from lapa2_interp.generation.resolve import cells_of
 from lapa2_interp.methods.registry import get_for_task
@@ -27,6 +26,7 @@ from lapa2_interp.scoring.linear import LINEAR_ENDING
 from lapa2_interp.scoring.scorer import CLASSIFIERS
 from lapa2_interp.scoring.task_scorer import SHIPPED_WEIGHTS
 from lapa2_interp.stats import FEW
+from lapa2_interp.table_formats import format_interval, format_number
 from lapa2_interp.tasks.segmentation import text_key
 from lapa2_interp.tasks.task import Prompts, Task
 

@@ -7,10 +7,6 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from lapa2_interp._util.errors import pluralize
-from lapa2_interp._util.page import Section, page
-from lapa2_interp._util.plots import Drawing, new_figure, plain_axes
-from lapa2_interp._util.table_formats import format_interval, interval_cells, records
 from lapa2_interp._util.version import __version__
 from lapa2_interp.circuits.control import ControlScore
 from lapa2_interp.circuits.examples import RAW, ContrastExample
@@ -19,7 +15,11 @@ from lapa2_interp.circuits.logit_attribution import HeadLogitAttribution
 from lapa2_interp.circuits.placebo import Placebo
 from lapa2_interp.circuits.study_results import EDGES, CircuitStudy, head_name
 from lapa2_interp.circuits.unit_table import draw_tables
+from lapa2_interp.errors import pluralize
+from lapa2_interp.page import Section, page
+from lapa2_interp.plots import Drawing, new_figure, plain_axes
 from lapa2_interp.stats import FEW
+from lapa2_interp.table_formats import format_interval, interval_cells, records
 
 METRIC_TEXTS = {
     "js": "js is the distance between the branches' predictions (Jensen-Shannon divergence).",

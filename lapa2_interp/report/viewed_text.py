@@ -19,13 +19,6 @@ import numpy as np
 import pandas as pd
 from jaxtyping import Float
 
-from lapa2_interp._util.errors import (
-    CircuitError,
-    Lapa2Error,
-    TraceError,
-    parameter,
-    unknown_choice,
-)
 from lapa2_interp._util.parsing import parse_object, read_text
 from lapa2_interp._util.paths import check_regular_file
 from lapa2_interp.attention.recorder import trace_bytes
@@ -35,6 +28,13 @@ from lapa2_interp.bias.augmentation import Augmentations
 from lapa2_interp.bias.layout import Layout
 from lapa2_interp.circuits.contrast_set import ContrastSet
 from lapa2_interp.circuits.control import control_score
+from lapa2_interp.errors import (
+    CircuitError,
+    Lapa2Error,
+    TraceError,
+    parameter,
+    unknown_choice,
+)
 from lapa2_interp.generation.batch import BatchPlan
 from lapa2_interp.generation.cell import Cell
 from lapa2_interp.generation.plan import plan_batches

@@ -26,13 +26,13 @@ from typing import Any
 import numpy as np
 from markupsafe import escape
 
-from lapa2_interp._util.errors import TraceError
-from lapa2_interp._util.files import result_folder, write_text
-from lapa2_interp._util.page import embedded, template, write_page
 from lapa2_interp._util.settings import takes
 from lapa2_interp.bias.augmentation import active_augmentations
 from lapa2_interp.bias.tokens import token_texts
+from lapa2_interp.errors import TraceError
+from lapa2_interp.files import result_folder, write_text
 from lapa2_interp.methods.registry import find_class
+from lapa2_interp.page import embedded, template, write_page
 from lapa2_interp.report.encoding import FLOOR, Bits, encode_arrays, quantisation_error, quantise
 from lapa2_interp.report.settings import ViewSettings
 from lapa2_interp.report.viewed_text import (

@@ -11,10 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pandas as pd
 
-from lapa2_interp._util import plots
-from lapa2_interp._util.errors import TraceError, parameter
-from lapa2_interp._util.files import holds_only, result_folder, write_text
-from lapa2_interp._util.table_formats import as_csv
+from lapa2_interp import plots
 from lapa2_interp.attention.tables import (
     augmented_part,
     fit_table,
@@ -22,6 +19,9 @@ from lapa2_interp.attention.tables import (
     prefix_token_table,
     step_table,
 )
+from lapa2_interp.errors import TraceError, parameter
+from lapa2_interp.files import holds_only, result_folder, write_text
+from lapa2_interp.table_formats import as_csv
 
 if TYPE_CHECKING:
     import xarray as xr

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from lapa2_interp._util.errors import GridError, Lapa2Error, ModelError, PrefixError
 from lapa2_interp.bias.layout import Layout
+from lapa2_interp.errors import GridError, Lapa2Error, ModelError, PrefixError
 from lapa2_interp.generation.arrange import arrange
 from lapa2_interp.generation.cell import Cell
 from lapa2_interp.methods.base import SoftPrefixKey

@@ -22,7 +22,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from lapa2_interp._util.errors import RunError, parameter
+from lapa2_interp.errors import RunError, parameter
 from lapa2_interp.generation.cell import Cell
 from lapa2_interp.models.machine import AUTO_DTYPE, default_device, n_cores
 from lapa2_interp.models.prepacked import Prepacking

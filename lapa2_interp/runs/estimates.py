@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from lapa2_interp._util.errors import RunError, parameter
 from lapa2_interp._util.terminal import format_bytes
 from lapa2_interp.attention.cache import CACHE_BYTES
 from lapa2_interp.attention.recorder import trace_bytes
 from lapa2_interp.bias.text_start import NO_START
+from lapa2_interp.errors import RunError, parameter
 from lapa2_interp.generation.cell import Cell
 from lapa2_interp.generation.plan import MAX_ROWS
 from lapa2_interp.models import machine

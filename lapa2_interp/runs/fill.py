@@ -18,9 +18,11 @@ from time import perf_counter
 from filelock import Timeout
 from tqdm import tqdm
 
-from lapa2_interp._util.commands import command
-from lapa2_interp._util.errors import DamagedError, GridError, RunError, parameter, pluralize
-from lapa2_interp._util.files import (
+from lapa2_interp.commands import command
+from lapa2_interp._util.same_inputs import check_same_inputs
+from lapa2_interp._util.terminal import format_bytes, format_duration
+from lapa2_interp.errors import DamagedError, GridError, RunError, parameter, pluralize
+from lapa2_interp.files import (
     TEMPORARY_PREFIX,
     acquire_lock,
     check_name,
@@ -28,11 +30,9 @@ from lapa2_interp._util.files import (
     remove_path,
     write_json,
 )
-from lapa2_interp._util.progress import CountingBar, progress_bar
-from lapa2_interp._util.same_inputs import check_same_inputs
-from lapa2_interp._util.terminal import format_bytes, format_duration
 from lapa2_interp.generation.cell import Cell
 from lapa2_interp.models.prepacked import Prepacking
+from lapa2_interp.progress import CountingBar, progress_bar
 from lapa2_interp.runs.engines import Engine, Outcome, WorkerLost
 from lapa2_interp.runs.estimates import row_tokens_of
 from lapa2_interp.runs.grid import Grid

@@ -23,12 +23,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lapa2_interp._util.errors import Lapa2Error, ModelError, parameter
-from lapa2_interp._util.progress import progress_bar
 from lapa2_interp._util.values import Count, Temperature
 from lapa2_interp.attention.recorder import trace_bytes
 from lapa2_interp.attention.trace import TraceKind
 from lapa2_interp.bias.text_start import AUTO_START, describe_start
+from lapa2_interp.errors import Lapa2Error, ModelError, parameter
 from lapa2_interp.generation.batch import BatchPlan
 from lapa2_interp.generation.cell import Cell
 from lapa2_interp.generation.plan import plan_batches
@@ -48,6 +47,7 @@ from lapa2_interp.models.facts import Model
 from lapa2_interp.models.fingerprint import weights_read_once
 from lapa2_interp.models.load import accepts_model_name, load_model, resolve_model
 from lapa2_interp.models.machine import DtypeOrAuto, ModelClass, is_out_of_memory
+from lapa2_interp.progress import progress_bar
 from lapa2_interp.runs.estimates import check_affordable, row_tokens_of, stored_bytes
 from lapa2_interp.runs.method_context import ModelContext
 from lapa2_interp.runs.run import Run

@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lapa2_interp._util.errors import GridError, Lapa2Error, parameter, unknown_choice
 from lapa2_interp._util.parsing import parse_toml, read_text
 from lapa2_interp._util.paths import looked_for
 from lapa2_interp._util.values import read_value
+from lapa2_interp.errors import GridError, Lapa2Error, parameter, unknown_choice
 from lapa2_interp.generation.axes import as_axis, size_of_product
 from lapa2_interp.generation.cell import Cell, same_label
 from lapa2_interp.generation.resolve import resolve_block

@@ -19,12 +19,12 @@ from typing import TYPE_CHECKING
 
 import pandas as pd
 
-from lapa2_interp._util.errors import RunError, first_sentence, pluralize
-from lapa2_interp._util.files import result_folder, write_json, write_text
-from lapa2_interp._util.table_formats import as_markdown
 from lapa2_interp._util.version import __version__
+from lapa2_interp.errors import RunError, first_sentence, pluralize
+from lapa2_interp.files import result_folder, write_json, write_text
 from lapa2_interp.runs.manifest import Manifest
 from lapa2_interp.runs.store import ID_COLUMNS, write_parquet
+from lapa2_interp.table_formats import as_markdown
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi

@@ -11,10 +11,10 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from transformers import GenerationMixin, LogitsProcessor
 
-from lapa2_interp._util.errors import MethodError, ModelError, parameter
 from lapa2_interp.attention.cache import new_rows
 from lapa2_interp.attention.hooked import augmented
 from lapa2_interp.bias.layout import Layout
+from lapa2_interp.errors import MethodError, ModelError, parameter
 from lapa2_interp.generation.loop import (
     batch_start,
     check_numbers,

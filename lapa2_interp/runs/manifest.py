@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from lapa2_interp._util.errors import TraceError
 from lapa2_interp._util.version import __version__
+from lapa2_interp.errors import TraceError
 from lapa2_interp.generation.batch import BatchPlan
 from lapa2_interp.generation.cell import Cell
 from lapa2_interp.models.card import ModelCard, identify

@@ -24,13 +24,13 @@ from jaxtyping import Float, Int
 from pydantic import TypeAdapter
 from torch import Tensor
 
-from lapa2_interp._util.errors import LayoutError, ScoringError, parameter
-from lapa2_interp._util.files import cache_folder, one_process_at_a_time, write_text, writing_cache
 from lapa2_interp._util.parsing import read_text
 from lapa2_interp.attention.neurons import is_gated, promoting_neurons
 from lapa2_interp.attention.residual import mean_residual
 from lapa2_interp.bias.layout import Layout
 from lapa2_interp.bias.tokens import decode_continuation, decode_tokens
+from lapa2_interp.errors import LayoutError, ScoringError, parameter
+from lapa2_interp.files import cache_folder, one_process_at_a_time, write_text, writing_cache
 from lapa2_interp.generation.loop import decode_batch
 from lapa2_interp.generation.plan import plan_batches
 from lapa2_interp.generation.resolve import cell_of

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pandas as pd
 
-from lapa2_interp._util.errors import PrefixError
 from lapa2_interp._util.settings import takes
+from lapa2_interp.errors import PrefixError
 from lapa2_interp.generation.resolve import cell_of
 from lapa2_interp.methods.registry import get_for_task, load_task
 from lapa2_interp.models.load import load_model

@@ -27,9 +27,9 @@ from typing import Any
 
 from tqdm import tqdm
 
-from lapa2_interp._util.errors import RunError, parameter, unknown_choice
 from lapa2_interp._util.parsing import whole_number
 from lapa2_interp._util.values import Count, numbers_checked
+from lapa2_interp.errors import RunError, parameter, unknown_choice
 from lapa2_interp.generation.cell import Cell
 from lapa2_interp.models.machine import ISA_VARIABLES, n_cores, slow_dtype_note
 from lapa2_interp.models.prepacked import Prepacking

@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
-from lapa2_interp._util import plots
-from lapa2_interp._util.commands import command
-from lapa2_interp._util.errors import (
+from lapa2_interp import plots
+from lapa2_interp.commands import command
+from lapa2_interp._util.version import __version__
+from lapa2_interp.attention.trace import TracedTexts, join_traces
+from lapa2_interp.errors import (
     DamagedError,
     RunError,
     TraceError,
@@ -22,14 +24,12 @@ from lapa2_interp._util.errors import (
     pluralize,
     unknown_choice,
 )
-from lapa2_interp._util.files import (
+from lapa2_interp.files import (
     TEMPORARY_PREFIX,
     check_name,
     refuse_foreign_files,
     result_folder,
 )
-from lapa2_interp._util.version import __version__
-from lapa2_interp.attention.trace import TracedTexts, join_traces
 from lapa2_interp.generation.cell import Cell, same_label
 from lapa2_interp.runs.attention import ALIKE, SHOWN, Attention, HeadAttention, traced
 from lapa2_interp.runs.hub import SCORES, DataSet
@@ -519,7 +519,7 @@ OWN = (LISTING, CELLS, ".lock", f"{TEMPORARY_PREFIX}*", "view.html", "report.htm
 
 def is_finished_run(folder: Path) -> bool:
     """True if a folder is a run that a command may replace when it is told to
-    (`_util.files.result_folder`).
+    (`files.result_folder`).
 
     Raises:
         RunError: The folder is a run that a sweep has not finished, or is filling; or it holds

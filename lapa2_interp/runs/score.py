@@ -9,20 +9,12 @@ from pathlib import Path
 
 import pandas as pd
 
-from lapa2_interp._util.commands import command
-from lapa2_interp._util.errors import ScoringError, parameter, pluralize
-from lapa2_interp._util.files import cache_folder, holds_only, result_folder, write_text
+from lapa2_interp.commands import command
 from lapa2_interp._util.paths import is_path
 from lapa2_interp._util.settings import takes
-from lapa2_interp._util.table_formats import (
-    as_csv,
-    as_latex,
-    as_markdown,
-    as_text,
-    format_number,
-    interval_text,
-)
 from lapa2_interp._util.values import NotNegative
+from lapa2_interp.errors import ScoringError, parameter, pluralize
+from lapa2_interp.files import cache_folder, holds_only, result_folder, write_text
 from lapa2_interp.models.load import shared_tokenizer
 from lapa2_interp.models.machine import print_if_slow
 from lapa2_interp.runs.run import load_run, shown_only
@@ -49,6 +41,14 @@ from lapa2_interp.scoring.tables import (
     format_scores,
     interval_note,
     score_table,
+)
+from lapa2_interp.table_formats import (
+    as_csv,
+    as_latex,
+    as_markdown,
+    as_text,
+    format_number,
+    interval_text,
 )
 from lapa2_interp.tasks.task import ALL, Task, read_task
 

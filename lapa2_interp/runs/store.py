@@ -26,14 +26,20 @@ import numpy as np
 import pandas as pd
 from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
 
-from lapa2_interp._util.errors import (
+from lapa2_interp._util.parsing import parse_json, parse_object, read_text
+from lapa2_interp._util.paths import check_regular_file, looked_for
+from lapa2_interp._util.unpacking import check_hdf5, check_parquet
+from lapa2_interp._util.values import plain
+from lapa2_interp._util.version import __version__
+from lapa2_interp.attention.trace import TracedTexts
+from lapa2_interp.errors import (
     DamagedError,
     Lapa2Error,
     RunError,
     pluralize,
     validation_message,
 )
-from lapa2_interp._util.files import (
+from lapa2_interp.files import (
     atomic_write,
     is_damage,
     remove_path,
@@ -41,12 +47,6 @@ from lapa2_interp._util.files import (
     write_json,
     write_netcdf,
 )
-from lapa2_interp._util.parsing import parse_json, parse_object, read_text
-from lapa2_interp._util.paths import check_regular_file, looked_for
-from lapa2_interp._util.unpacking import check_hdf5, check_parquet
-from lapa2_interp._util.values import plain
-from lapa2_interp._util.version import __version__
-from lapa2_interp.attention.trace import TracedTexts
 from lapa2_interp.generation.cell import Cell, Key
 from lapa2_interp.runs.manifest import BatchRecord
 

@@ -12,7 +12,10 @@ from typing import Any
 
 import pandas as pd
 
-from lapa2_interp._util.errors import (
+from lapa2_interp._util.settings import takes
+from lapa2_interp._util.terminal import stop_on_sigterm
+from lapa2_interp.bias.text_start import describe_start, text_start
+from lapa2_interp.errors import (
     DamagedError,
     GridError,
     RunError,
@@ -20,9 +23,6 @@ from lapa2_interp._util.errors import (
     pluralize,
     unknown_choice,
 )
-from lapa2_interp._util.settings import takes
-from lapa2_interp._util.terminal import stop_on_sigterm
-from lapa2_interp.bias.text_start import describe_start, text_start
 from lapa2_interp.generation.cell import Cell
 from lapa2_interp.models.load import shared_tokenizer
 from lapa2_interp.models.machine import check_attn, faster_dtype, print_if_slow

@@ -14,8 +14,8 @@ from time import perf_counter
 
 from tqdm import tqdm
 
-from lapa2_interp._util.errors import RunError, parameter
 from lapa2_interp._util.terminal import caused_by_stop
+from lapa2_interp.errors import RunError, parameter
 from lapa2_interp.generation.batch import BatchPlan
 from lapa2_interp.generation.cell import Cell
 from lapa2_interp.generation.loop import decode_batch

@@ -34,9 +34,9 @@ from safetensors.torch import load_file, save_file
 from scipy.special import softmax
 from torch import Tensor, nn
 
-from lapa2_interp._util.errors import ScoringError, parameter
-from lapa2_interp._util.files import atomic_write
 from lapa2_interp.bias.text_start import named_start
+from lapa2_interp.errors import ScoringError, parameter
+from lapa2_interp.files import atomic_write
 from lapa2_interp.models.configuration import short_context
 from lapa2_interp.models.facts import check_not_quantised
 from lapa2_interp.models.load import load_transformers, move_to_device

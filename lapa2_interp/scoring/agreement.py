@@ -17,7 +17,7 @@ import numpy as np
 import pandas as pd
 from jaxtyping import Bool, Float, Int, Num
 
-from lapa2_interp._util.errors import ScoringError, unknown_choice
+from lapa2_interp.errors import ScoringError, unknown_choice
 from lapa2_interp.stats import FEW, resampled, tails
 from lapa2_interp.tasks.segmentation import word_spans
 

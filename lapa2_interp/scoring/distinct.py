@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from lapa2_interp._util.errors import ScoringError
+from lapa2_interp.errors import ScoringError
 from lapa2_interp.scoring.scorer import (
     Score,
     Scorer,

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from lapa2_interp._util.errors import ScoringError, unknown_choice
+from lapa2_interp.errors import ScoringError, unknown_choice
 from lapa2_interp.scoring.scorer import Score, Scorer, ScorerInPieces, SkippedText, TextItem
 from lapa2_interp.tasks.segmentation import COUNT_UNIT, normalize_text, words_pattern
 from lapa2_interp.tasks.task import Task

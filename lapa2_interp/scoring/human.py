@@ -22,15 +22,15 @@ import numpy as np
 import pandas as pd
 from jaxtyping import Float
 
-from lapa2_interp._util.errors import ScoringError
-from lapa2_interp._util.files import holds_only, result_folder, write_text
 from lapa2_interp._util.parsing import read_text
 from lapa2_interp._util.settings import takes
-from lapa2_interp._util.table_formats import as_csv
 from lapa2_interp._util.values import Count, Natural, numbers_checked
+from lapa2_interp.errors import ScoringError
+from lapa2_interp.files import holds_only, result_folder, write_text
 from lapa2_interp.scoring.settings import RatingSettings
 from lapa2_interp.scoring.tables import asked_texts, mean_columns
 from lapa2_interp.stats import FEW, resampled_means, tails
+from lapa2_interp.table_formats import as_csv
 from lapa2_interp.tasks.corpora import read_csv
 
 METRICS = ("relevance", "fluency", "topicality")

@@ -34,10 +34,10 @@ from urllib.parse import urlsplit
 import httpx
 from pydantic import Field
 
-from lapa2_interp._util.errors import ScoringError, parameter
 from lapa2_interp._util.parsing import parse_json
 from lapa2_interp._util.terminal import deferred_interrupts
 from lapa2_interp._util.values import Count, NotNegative, Positive, numbers_checked
+from lapa2_interp.errors import ScoringError, parameter
 from lapa2_interp.scoring.http_client import BoundedClient
 from lapa2_interp.scoring.judge_answer import (
     COLUMNS,

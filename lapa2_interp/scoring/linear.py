@@ -22,10 +22,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from jaxtyping import Float
 
-from lapa2_interp._util.errors import ScoringError
-from lapa2_interp._util.files import atomic_write
 from lapa2_interp._util.unpacking import check_archive
 from lapa2_interp._util.version import __version__
+from lapa2_interp.errors import ScoringError
+from lapa2_interp.files import atomic_write
 from lapa2_interp.scoring.task_scorer import (
     SHIPPED_WEIGHTS,
     ScorerCard,

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lapa2_interp._util.errors import ScoringError, parameter, unknown_choice
+from lapa2_interp.errors import ScoringError, parameter, unknown_choice
 from lapa2_interp.models.load import shared_tokenizer
 from lapa2_interp.scoring.adapter import ADAPTER_ENDING, AdapterScorer
 from lapa2_interp.scoring.distinct import Repetition

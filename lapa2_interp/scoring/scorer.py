@@ -22,7 +22,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lapa2_interp._util.errors import (
+from lapa2_interp._util.parsing import parse_json
+from lapa2_interp._util.paths import check_regular_file
+from lapa2_interp.errors import (
     ModelError,
     ScoringError,
     first_sentence,
@@ -30,10 +32,8 @@ from lapa2_interp._util.errors import (
     pluralize,
     unknown_choice,
 )
-from lapa2_interp._util.parsing import parse_json
-from lapa2_interp._util.paths import check_regular_file
-from lapa2_interp._util.progress import progress_bar
 from lapa2_interp.models.fingerprint import weights_read_once
+from lapa2_interp.progress import progress_bar
 
 if TYPE_CHECKING:
     import pandas as pd

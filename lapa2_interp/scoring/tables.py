@@ -15,8 +15,7 @@ from typing import Any, Literal
 import numpy as np
 import pandas as pd
 
-from lapa2_interp._util.errors import ScoringError, parameter
-from lapa2_interp._util.table_formats import interval_cells
+from lapa2_interp.errors import ScoringError, parameter
 from lapa2_interp.scoring.distinct import ORDERS, distinct_table
 from lapa2_interp.scoring.scorer import (
     ScoreCache,
@@ -33,6 +32,7 @@ from lapa2_interp.stats import (
     mean_interval,
     paired_difference,
 )
+from lapa2_interp.table_formats import interval_cells
 
 CELL_COLUMNS = ("model", "task", "method", "variant", "length", "turn", "part", "attribute", "arm")
 """Columns that divide texts into cells, if a table has them."""

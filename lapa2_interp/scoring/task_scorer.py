@@ -17,9 +17,9 @@ import numpy as np
 from jaxtyping import Float
 from pydantic import BaseModel, ConfigDict
 
-from lapa2_interp._util.errors import ScoringError, unknown_choice, validation_message
-from lapa2_interp._util.files import sha256_of, write_json
 from lapa2_interp._util.parsing import parse_object, read_text
+from lapa2_interp.errors import ScoringError, unknown_choice, validation_message
+from lapa2_interp.files import sha256_of, write_json
 from lapa2_interp.scoring.scorer import Score, Scorer, SkippedText, TextItem, score_readable
 
 SHIPPED_WEIGHTS = Path(__file__).parent / "weights"

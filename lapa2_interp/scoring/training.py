@@ -18,11 +18,11 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float
 
-from lapa2_interp._util.errors import DataError, ScoringError, parameter
-from lapa2_interp._util.files import temporary_folder
 from lapa2_interp._util.parsing import parse_json
 from lapa2_interp._util.settings import takes
 from lapa2_interp._util.unpacking import open_packed
+from lapa2_interp.errors import DataError, ScoringError, parameter
+from lapa2_interp.files import temporary_folder
 from lapa2_interp.scoring.agreement import agreement, card_rows
 from lapa2_interp.scoring.linear import LinearCard, LinearScorer, save_linear, train_linear
 from lapa2_interp.scoring.scorer import TextItem, run_scorer

@@ -18,7 +18,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from lapa2_interp._util.errors import (
+from lapa2_interp.bias.text_start import text_markers
+from lapa2_interp.bias.tokens import without_dropout
+from lapa2_interp.errors import (
     Lapa2Error,
     ModelError,
     ScoringError,
@@ -27,9 +29,7 @@ from lapa2_interp._util.errors import (
     pluralize,
     unknown_choice,
 )
-from lapa2_interp._util.files import sha256_of
-from lapa2_interp.bias.text_start import text_markers
-from lapa2_interp.bias.tokens import without_dropout
+from lapa2_interp.files import sha256_of
 from lapa2_interp.models.configuration import context_length, unknown_mask
 from lapa2_interp.models.fingerprint import fingerprint
 from lapa2_interp.models.load import (

@@ -15,7 +15,7 @@ from importlib.metadata import version
 from importlib.util import find_spec
 from typing import Any
 
-from lapa2_interp._util.errors import ScoringError
+from lapa2_interp.errors import ScoringError
 from lapa2_interp.scoring.scorer import Score, Scorer, SkippedText, TextItem
 
 LIMIT = 0.05

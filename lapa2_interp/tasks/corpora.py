@@ -23,10 +23,10 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
-from lapa2_interp._util.errors import DataError, unknown_choice
 from lapa2_interp._util.parsing import parse_json
 from lapa2_interp._util.paths import check_regular_file, kind_of, looked_for
 from lapa2_interp._util.unpacking import check_parquet, open_packed
+from lapa2_interp.errors import DataError, unknown_choice
 from lapa2_interp.tasks.segmentation import text_key
 
 if TYPE_CHECKING:

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-from lapa2_interp._util.errors import LayoutError, TaskError
 from lapa2_interp._util.parsing import check_text_length, parse_json, read_text
 from lapa2_interp._util.paths import (
     COMPRESSIONS,
@@ -20,6 +19,7 @@ from lapa2_interp._util.paths import (
     looked_for,
     with_home,
 )
+from lapa2_interp.errors import LayoutError, TaskError
 from lapa2_interp.tasks.task import Prompts
 
 Entries = Iterable[tuple[str, object]]

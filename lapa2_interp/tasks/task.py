@@ -25,16 +25,16 @@ from pydantic import (
     model_validator,
 )
 
-from lapa2_interp._util.errors import (
+from lapa2_interp._util.parsing import parse_toml, read_text, whole_number
+from lapa2_interp._util.paths import in_one_line, is_path, looked_for, with_home
+from lapa2_interp._util.values import Count
+from lapa2_interp.errors import (
     TaskError,
     main_error,
     pluralize,
     unknown_choice,
     validation_message,
 )
-from lapa2_interp._util.parsing import parse_toml, read_text, whole_number
-from lapa2_interp._util.paths import in_one_line, is_path, looked_for, with_home
-from lapa2_interp._util.values import Count
 from lapa2_interp.tasks.segmentation import words
 
 EXAMPLE = """length_counts_prompt = true        # "length" tokens include the prompt's, and the saved text begins with it

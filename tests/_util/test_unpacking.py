@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from lapa2_interp._util import unpacking
-from lapa2_interp._util.files import read_checkpoint
 from lapa2_interp._util.unpacking import check_archive, check_parquet
+from lapa2_interp.files import read_checkpoint
 from lapa2_interp.runs.texts import read_texts
 from lapa2_interp.scoring.training import read_graded
 

@@ -16,7 +16,10 @@ from test_unpacking import pack
 
 from lapa2_interp import Layout, circuits, generate, load_model, methods, steer, teacher_forced
 from lapa2_interp._util import unpacking
-from lapa2_interp._util.errors import (
+from lapa2_interp._util.parsing import parse_object
+from lapa2_interp._util.same_inputs import check_same_inputs
+from lapa2_interp._util.unpacking import check_archive, check_hdf5, check_parquet
+from lapa2_interp.errors import (
     CircuitError,
     DataError,
     Lapa2Error,
@@ -24,12 +27,9 @@ from lapa2_interp._util.errors import (
     RunError,
     ScoringError,
 )
-from lapa2_interp._util.files import holds_only, read_checkpoint, result_folder, write_checkpoint
-from lapa2_interp._util.page import write_page
-from lapa2_interp._util.parsing import parse_object
-from lapa2_interp._util.same_inputs import check_same_inputs
-from lapa2_interp._util.unpacking import check_archive, check_hdf5, check_parquet
+from lapa2_interp.files import holds_only, read_checkpoint, result_folder, write_checkpoint
 from lapa2_interp.generation.resolve import cell_of
+from lapa2_interp.page import write_page
 from lapa2_interp.prefixes.importing import read_tensors
 from lapa2_interp.report import view
 from lapa2_interp.runs.score import score

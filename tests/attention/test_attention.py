@@ -7,10 +7,10 @@ from conftest import TINY, hooks_left, load
 from oracle import oracle_logits
 
 from lapa2_interp import Augmentation, augmented
-from lapa2_interp._util.errors import AugmentationError, LayoutError
 from lapa2_interp.bias.layout import Layout, left_pad
 from lapa2_interp.bias.padded_rows import PaddedRows
 from lapa2_interp.bias.theory import shifted_share
+from lapa2_interp.errors import AugmentationError, LayoutError
 from lapa2_interp.models.cache_name import cache_name
 from lapa2_interp.models.hook_names import HOOK_PATTERN, HOOK_SCORES
 

@@ -10,11 +10,11 @@ from test_attention import branch, bridge_of, ids_of
 from test_trace import made
 
 from lapa2_interp import Augmentation, augmented, generate
-from lapa2_interp._util.errors import DeadHookError, Lapa2Error, LayoutError, TraceError
 from lapa2_interp.attention import neurons
 from lapa2_interp.attention.neurons import assert_neurons_live
 from lapa2_interp.attention.recorder import Recorder
 from lapa2_interp.attention.tables import head_table, local_ratio, prefix_token_table, step_table
+from lapa2_interp.errors import DeadHookError, Lapa2Error, LayoutError, TraceError
 from lapa2_interp.models.liveness import assert_live
 
 RULE = Augmentation(alpha=1)

@@ -6,7 +6,7 @@ from conftest import load
 from transformers import DynamicCache
 
 from lapa2_interp import Augmentation, Layout, augmented
-from lapa2_interp._util.errors import AugmentationError, LayoutError
+from lapa2_interp.errors import AugmentationError, LayoutError
 from lapa2_interp.models.cache_name import cache_name
 
 SAID = "You are a sailor."

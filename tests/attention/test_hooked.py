@@ -8,8 +8,8 @@ from conftest import MODEL_CLASSES, load
 from transformer_lens.cache.key_value_cache import TransformerLensKeyValueCache
 
 from lapa2_interp import Augmentation, augmented, teacher_forced
-from lapa2_interp._util.errors import LayoutError
 from lapa2_interp.bias.layout import Layout
+from lapa2_interp.errors import LayoutError
 
 
 def test_the_cache_of_a_hooked_transformer_is_read(tiny):

@@ -7,9 +7,9 @@ import torch
 from conftest import MODEL_CLASSES
 
 from lapa2_interp import Augmentation, Layout, PaddedRows, augmented, load_model, teacher_forced
-from lapa2_interp._util.errors import ModelError
 from lapa2_interp.attention.guard import has_weight
 from lapa2_interp.bias.layer_types import LayerType
+from lapa2_interp.errors import ModelError
 from lapa2_interp.models.facts import facts_of
 from lapa2_interp.models.hook_names import HOOK_SCORES
 from lapa2_interp.models.load import load_transformers

@@ -9,10 +9,10 @@ import torch
 from conftest import HAS_HOOKED, load
 
 from lapa2_interp import Augmentation, Layout, augmented, recipe
-from lapa2_interp._util.errors import AugmentationError
 from lapa2_interp.attention.cache import new_rows
 from lapa2_interp.attention.hooked import edit_scores
 from lapa2_interp.bias.layout import left_pad
+from lapa2_interp.errors import AugmentationError
 
 CLASSES = ("HookedTransformer",) if HAS_HOOKED else ("TransformerBridge", "TransformersModel")
 TOKENS = torch.tensor([[40, 41, 42], [90, 81, 72]])

@@ -10,10 +10,10 @@ from conftest import MODEL_CLASSES, load
 from transformers import AutoConfig, DynamicCache
 
 from lapa2_interp import Augmentation, Layout, augmented
-from lapa2_interp._util.errors import LayoutError
 from lapa2_interp.attention.recorder import Recorder
 from lapa2_interp.bias.layout import left_pad
 from lapa2_interp.bias.padded_rows import PaddedRows
+from lapa2_interp.errors import LayoutError
 from lapa2_interp.models.cache_name import cache_name
 from lapa2_interp.models.facts import facts_of
 

@@ -13,12 +13,12 @@ from families import PLAIN
 from replay import graphs_on_a_cpu
 
 from lapa2_interp import Augmentation, Layout, augmented, load_model
-from lapa2_interp._util.errors import ModelError
 from lapa2_interp.attention import static_rows
 from lapa2_interp.attention.cache import new_rows
 from lapa2_interp.attention.continued_rows import continued_rows
 from lapa2_interp.attention.static_rows import bucket
 from lapa2_interp.bias.layout import left_pad
+from lapa2_interp.errors import ModelError
 from lapa2_interp.generation.plan import plan_batches
 from lapa2_interp.methods import load_task
 from lapa2_interp.models import identify

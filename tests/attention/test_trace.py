@@ -11,7 +11,6 @@ from oracle import oracle_logits
 
 from lapa2_interp import Augmentation
 from lapa2_interp import generate as make_run
-from lapa2_interp._util.plots import prefix_token_bars
 from lapa2_interp.attention.recorder import trace_bytes
 from lapa2_interp.attention.tables import (
     fit_table,
@@ -26,6 +25,7 @@ from lapa2_interp.bias.layout import Layout
 from lapa2_interp.bias.theory import fit_decay
 from lapa2_interp.methods import load_task
 from lapa2_interp.methods import registry as methods
+from lapa2_interp.plots import prefix_token_bars
 
 PROMPTS = ["The lake", "Once upon a time"]
 

@@ -6,7 +6,7 @@ import torch
 from conftest import load
 
 from lapa2_interp import Augmentation, Layout, augmented
-from lapa2_interp._util.errors import AugmentationError
+from lapa2_interp.errors import AugmentationError
 from lapa2_interp.generation.resolve import cell_of
 
 

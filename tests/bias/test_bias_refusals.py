@@ -9,10 +9,10 @@ from test_chat_templates import TEMPLATE, THOUGHT
 from test_layout import CHAT, chat_tokenizer
 
 from lapa2_interp import Augmentation, Layout, PaddedRows, augmented, circuits, recipe
-from lapa2_interp._util.errors import AugmentationError, GridError, Lapa2Error, LayoutError
 from lapa2_interp.bias.recipes import parse_recipes
 from lapa2_interp.bias.text_start import text_markers
 from lapa2_interp.bias.theory import fit_decay, fit_slopes
+from lapa2_interp.errors import AugmentationError, GridError, Lapa2Error, LayoutError
 from lapa2_interp.generation.resolve import cell_of
 from lapa2_interp.generation.settings import CellSettings
 from lapa2_interp.models.load import shared_tokenizer

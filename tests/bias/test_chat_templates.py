@@ -7,8 +7,8 @@ from conftest import load
 from test_layout import CHAT, chat_tokenizer
 
 from lapa2_interp import Layout
-from lapa2_interp._util.errors import LayoutError
 from lapa2_interp.cli.app import main
+from lapa2_interp.errors import LayoutError
 
 TEMPLATE = """{%- if tools %}[tools]{% for tool in tools %}{{ tool['function']['name'] }} {% endfor %}{% endif %}
 {%- for each in documents or [] %}[document] {{ each['text'] }} {% endfor %}

@@ -7,11 +7,11 @@ import torch
 from conftest import load
 
 from lapa2_interp import Augmentation, Cell, Layout, augmented, generate, load_run, teacher_forced
-from lapa2_interp._util.errors import AugmentationError
 from lapa2_interp.bias.recipes import (
     parse_recipes,
     recipe,
 )
+from lapa2_interp.errors import AugmentationError
 from lapa2_interp.generation.resolve import cell_of
 from lapa2_interp.runs.engines import InProcess
 from lapa2_interp.runs.fill import fill_run

@@ -11,12 +11,12 @@ import torch
 from conftest import MODEL_CLASSES, generate, load
 
 from lapa2_interp import Augmentation, Layout, augmented
-from lapa2_interp._util.errors import AugmentationError, LayoutError
 from lapa2_interp.attention.cache import new_rows
 from lapa2_interp.attention.recomputed_rows import RecomputedRows
 from lapa2_interp.bias.augmentation import BIAS_CAP
 from lapa2_interp.bias.layout import left_pad
 from lapa2_interp.bias.theory import shifted_share
+from lapa2_interp.errors import AugmentationError, LayoutError
 from lapa2_interp.generation.teacher_forcing import teacher_forced
 from lapa2_interp.models.hook_names import HOOK_SCORES
 

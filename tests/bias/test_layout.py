@@ -11,13 +11,13 @@ from conftest import continue_chat, load
 from oracle import oracle_bias
 
 from lapa2_interp import Augmentation, generate
-from lapa2_interp._util.errors import LayoutError, MethodError, TaskError
 from lapa2_interp.bias.layout import Layout, left_pad
 from lapa2_interp.bias.layout_table import explain_layout
 from lapa2_interp.bias.recipes import recipe
 from lapa2_interp.bias.text_start import text_markers
 from lapa2_interp.bias.tokens import token_texts
 from lapa2_interp.cli.app import main
+from lapa2_interp.errors import LayoutError, MethodError, TaskError
 from lapa2_interp.methods.chat import chat_task
 from lapa2_interp.methods.registry import load_task
 from lapa2_interp.models.load import shared_tokenizer

@@ -4,9 +4,9 @@ import pytest
 from conftest import load
 
 from lapa2_interp import Augmentation, Layout, circuits, recipe, teacher_forced
-from lapa2_interp._util.errors import Lapa2Error
 from lapa2_interp.bias.places import read_place
 from lapa2_interp.bias.recipes import parse_recipes
+from lapa2_interp.errors import Lapa2Error
 from lapa2_interp.generation.settings import CellSettings
 
 HEADS = ((0, 1), (1, 0), (1, 1), (1, 2))

@@ -12,13 +12,13 @@ import torch
 from conftest import MODEL_CLASSES, cell_of, load
 
 from lapa2_interp import Augmentation, Cell, Layout, augmented
-from lapa2_interp._util.errors import AugmentationError
 from lapa2_interp.attention.batch_bias import BatchBias
 from lapa2_interp.attention.cache import new_rows
 from lapa2_interp.bias.augmentation import normalize_augmentations
 from lapa2_interp.bias.layout import left_pad
 from lapa2_interp.bias.recipes import RECIPES, parse_recipes, recipe, recipe_name
 from lapa2_interp.cli.app import main
+from lapa2_interp.errors import AugmentationError
 from lapa2_interp.generation.teacher_forcing import teacher_forced
 from lapa2_interp.methods import registry as methods
 from lapa2_interp.methods.registry import assign_augmentations, get_for_task, load_task

@@ -20,13 +20,6 @@ from lapa2_interp import (
     load_model,
     teacher_forced,
 )
-from lapa2_interp._util.errors import (
-    Lapa2Error,
-    LayoutError,
-    ModelError,
-    PrefixError,
-    ScoringError,
-)
 from lapa2_interp.attention.tables import head_table, local_ratio
 from lapa2_interp.bias.find_spans import SpanFinder
 from lapa2_interp.bias.text_start import (
@@ -36,6 +29,13 @@ from lapa2_interp.bias.text_start import (
     text_start,
 )
 from lapa2_interp.cli.app import main
+from lapa2_interp.errors import (
+    Lapa2Error,
+    LayoutError,
+    ModelError,
+    PrefixError,
+    ScoringError,
+)
 from lapa2_interp.generation.resolve import cell_of
 from lapa2_interp.models.card import identify
 from lapa2_interp.models.facts import TransformersModel

@@ -6,9 +6,9 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers
 from transformers import GPT2Config, PreTrainedTokenizerFast
 
-from lapa2_interp._util.errors import LayoutError
 from lapa2_interp.bias.layout import Layout
 from lapa2_interp.bias.tokens import decode_continuation, token_texts
+from lapa2_interp.errors import LayoutError
 from lapa2_interp.models.load import load_tokenizer, shared_tokenizer
 
 PROMPTS = ("I", "I 🙂", "né", "中文", "", " ", "a\n\n")

@@ -13,7 +13,6 @@ from conftest import TINY, load, soft_prefix
 from scipy.stats import ttest_1samp
 
 from lapa2_interp import Augmentation, Layout
-from lapa2_interp._util.errors import CircuitError
 from lapa2_interp.circuits import examples
 from lapa2_interp.circuits.contrast_set import ContrastSet
 from lapa2_interp.circuits.control import control_score
@@ -25,6 +24,7 @@ from lapa2_interp.circuits.prefix_attention import prefix_attention_by_head
 from lapa2_interp.circuits.result_store import ResultStore
 from lapa2_interp.circuits.statistics import max_t, ranks, share_interval, spearman, split_half
 from lapa2_interp.circuits.units import Unit, all_heads
+from lapa2_interp.errors import CircuitError
 from lapa2_interp.methods.registry import load_task
 from lapa2_interp.models.planted import FILLERS, NEGATIVE, POSITIVE, answer_key
 

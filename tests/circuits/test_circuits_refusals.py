@@ -11,13 +11,6 @@ from conftest import load, soft_prefix
 from test_circuits import contrast_set, examples_of
 
 from lapa2_interp import Augmentation, Layout
-from lapa2_interp._util.errors import (
-    CircuitError,
-    Lapa2Error,
-    LayoutError,
-    ModelError,
-    TaskError,
-)
 from lapa2_interp.circuits.contrast_set import ContrastSet
 from lapa2_interp.circuits.control import control_score
 from lapa2_interp.circuits.edits import Edit, edited_logits
@@ -32,6 +25,13 @@ from lapa2_interp.circuits.prefix_attention import alpha_at_prefix_attention
 from lapa2_interp.circuits.pro_aug import prompt_slope
 from lapa2_interp.circuits.selection import Selection, select
 from lapa2_interp.circuits.units import Unit, head_pairs
+from lapa2_interp.errors import (
+    CircuitError,
+    Lapa2Error,
+    LayoutError,
+    ModelError,
+    TaskError,
+)
 from lapa2_interp.methods.base import Branch
 from lapa2_interp.methods.preadd import Preadd
 from lapa2_interp.methods.registry import load_task

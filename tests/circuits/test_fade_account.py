@@ -15,7 +15,6 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from lapa2_interp import circuits
-from lapa2_interp._util.errors import CircuitError
 from lapa2_interp.circuits.contrast_set import ContrastSet
 from lapa2_interp.circuits.fade_account import (
     ATTENTION,
@@ -28,6 +27,7 @@ from lapa2_interp.circuits.fade_account import (
 )
 from lapa2_interp.circuits.far_passes import CachedForward, with_filler
 from lapa2_interp.cli.app import main
+from lapa2_interp.errors import CircuitError
 from lapa2_interp.models.facts import facts_of
 from lapa2_interp.models.lens_classes import make_bridge
 from lapa2_interp.models.load import load_tokenizer

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from lapa2_interp import circuits
-from lapa2_interp._util.errors import CircuitError
 from lapa2_interp.circuits.contrast_set import ContrastSet
 from lapa2_interp.circuits.fading import ALL, NEAR, VERDICTS, measure_fading
 from lapa2_interp.circuits.far_passes import CachedForward, held, with_filler
 from lapa2_interp.circuits.metrics import METRICS
+from lapa2_interp.errors import CircuitError
 from lapa2_interp.methods.registry import load_task
 from lapa2_interp.models import facts_of
 from lapa2_interp.models.planted import FILLERS, NEGATIVE, POSITIVE, answer_key

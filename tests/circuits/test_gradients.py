@@ -11,7 +11,6 @@ from conftest import hooks_left, load, soft_prefix
 from test_circuits import WORDS, contrast_set, examples_of, planted_contrast_set
 
 from lapa2_interp import Augmentation, Layout, load_model
-from lapa2_interp._util.errors import CircuitError
 from lapa2_interp.bias.layout import Span
 from lapa2_interp.circuits.contrast_set import ContrastSet
 from lapa2_interp.circuits.control import control_score
@@ -25,6 +24,7 @@ from lapa2_interp.circuits.gradients import (
 from lapa2_interp.circuits.knockout import knock_out
 from lapa2_interp.circuits.metrics import lex
 from lapa2_interp.circuits.units import all_heads
+from lapa2_interp.errors import CircuitError
 from lapa2_interp.models.hook_names import HOOK_PATTERN, HOOK_SCORES
 from lapa2_interp.models.planted import answer_key
 

@@ -12,12 +12,12 @@ from test_circuits import WORDS, contrast_set
 from transformer_lens import patching as lens
 
 from lapa2_interp import Layout
-from lapa2_interp._util.errors import CircuitError, DeadHookError
 from lapa2_interp.circuits import patch_nodes
 from lapa2_interp.circuits.contrast_set import ContrastSet
 from lapa2_interp.circuits.examples import ContrastExample, attribute_words
 from lapa2_interp.circuits.patch_nodes import HOOKS, NODES, PREFIX_NODES
 from lapa2_interp.circuits.patching import patch
+from lapa2_interp.errors import CircuitError, DeadHookError
 from lapa2_interp.models.planted import (
     FILLERS,
     NEGATIVE,

@@ -12,7 +12,6 @@ from test_transformer_lens import favour
 from transformer_lens.tools import analysis as lens
 
 from lapa2_interp import load_model
-from lapa2_interp._util.errors import CircuitError
 from lapa2_interp.circuits.contrast_set import ContrastSet
 from lapa2_interp.circuits.gradients import attribution
 from lapa2_interp.circuits.knockout import knock_out
@@ -20,6 +19,7 @@ from lapa2_interp.circuits.logit_attribution import head_logit_attribution
 from lapa2_interp.circuits.placebo import check_placebo, shuffled_labels
 from lapa2_interp.circuits.study import run_study
 from lapa2_interp.cli.app import main
+from lapa2_interp.errors import CircuitError
 from lapa2_interp.models.facts import facts_of
 from lapa2_interp.report.study_page import render_study
 

@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 
-from lapa2_interp._util.errors import CircuitError
 from lapa2_interp.bias.augmentation import Augmentation
 from lapa2_interp.circuits.contrast_set import ContrastSet
 from lapa2_interp.circuits.prefix_attention import (
@@ -11,6 +10,7 @@ from lapa2_interp.circuits.prefix_attention import (
     mean_prefix_attention,
     prefix_attention_by_head,
 )
+from lapa2_interp.errors import CircuitError
 from lapa2_interp.generation.teacher_forcing import teacher_forced
 from lapa2_interp.models.planted import answer_key
 from tests.conftest import load

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 
-from lapa2_interp._util.errors import CircuitError
 from lapa2_interp.attention.hooked import augmented
 from lapa2_interp.bias.augmentation import Augmentation
 from lapa2_interp.bias.layout import Layout
@@ -14,6 +13,7 @@ from lapa2_interp.circuits.contrast_set import ContrastSet
 from lapa2_interp.circuits.metrics import METRICS, Predictions
 from lapa2_interp.circuits.pro_aug import prompt_slope
 from lapa2_interp.circuits.selection import Selection, select
+from lapa2_interp.errors import CircuitError
 from lapa2_interp.methods.base import BatchStart, Branch, Prepared
 from lapa2_interp.methods.registry import get, get_for_task, load_task
 from tests.conftest import load

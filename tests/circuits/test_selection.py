@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 from lapa2_interp import Layout, load_run
-from lapa2_interp._util.errors import AugmentationError, CircuitError
 from lapa2_interp.bias.augmentation import active_augmentations
 from lapa2_interp.circuits.contrast_set import ContrastSet
 from lapa2_interp.circuits.gradients import attribution
 from lapa2_interp.circuits.knockout import knock_out
 from lapa2_interp.circuits.selection import Selection, choose_units, select, sufficient_tokens
 from lapa2_interp.cli.app import main
+from lapa2_interp.errors import AugmentationError, CircuitError
 from lapa2_interp.models.planted import answer_key
 from tests.conftest import load
 

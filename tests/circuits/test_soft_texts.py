@@ -6,12 +6,12 @@ from conftest import lapa2, load, soft_set
 from test_chats import TASK
 
 from lapa2_interp import generate
-from lapa2_interp._util.errors import CircuitError
 from lapa2_interp.circuits.contrast_set import ContrastSet
 from lapa2_interp.circuits.control import control_score
 from lapa2_interp.circuits.edits import read_prefixes
 from lapa2_interp.circuits.selection import Selection, select
 from lapa2_interp.circuits.study import run_study
+from lapa2_interp.errors import CircuitError
 from lapa2_interp.methods.registry import load_task
 from lapa2_interp.prefixes.soft_prefix import load_prefix
 

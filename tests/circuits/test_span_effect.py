@@ -6,8 +6,8 @@ import torch
 from conftest import TINY, load
 
 from lapa2_interp import Augmentation, Layout
-from lapa2_interp._util.errors import CircuitError, LayoutError
 from lapa2_interp.circuits import span_effect
+from lapa2_interp.errors import CircuitError, LayoutError
 from lapa2_interp.methods.registry import HIDDEN
 
 TEXT = " is calm and deep"

@@ -10,10 +10,10 @@ import pandas as pd
 import pytest
 from conftest import load
 
-from lapa2_interp._util.errors import CircuitError, Lapa2Error
 from lapa2_interp.circuits import study as module
 from lapa2_interp.circuits.study import run_study
 from lapa2_interp.cli.app import main
+from lapa2_interp.errors import CircuitError, Lapa2Error
 from lapa2_interp.methods import load_task
 from lapa2_interp.models.planted import answer_key
 from lapa2_interp.report.study_page import render_study

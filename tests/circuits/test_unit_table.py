@@ -5,9 +5,9 @@ import pytest
 from conftest import load
 from test_circuits import contrast_set
 
-from lapa2_interp._util.errors import CircuitError
 from lapa2_interp.circuits.unit_table import UnitTable, draw_tables
 from lapa2_interp.circuits.units import Unit, head_units
+from lapa2_interp.errors import CircuitError
 
 HEADS = head_units(2, 2)
 PROMPTS = ("a", "b", "c", "d", "e", "f", "g", "h", "a")

@@ -14,8 +14,8 @@ import pytest
 from conftest import lapa2, load
 
 from lapa2_interp import Layout, generate, load_model, teacher_forced
-from lapa2_interp._util.errors import Lapa2Error, LayoutError, ModelError, TaskError, TraceError
 from lapa2_interp.cli.app import join_dashed_values, main
+from lapa2_interp.errors import Lapa2Error, LayoutError, ModelError, TaskError, TraceError
 from lapa2_interp.runs.run import finished_cell, load_run
 
 ROOT = Path(__file__).parents[2]

@@ -9,7 +9,7 @@ import pytest
 from cyclopts import CycloptsError, MissingArgumentError
 
 import lapa2_interp
-from lapa2_interp._util.commands import command, command_options, script_command
+from lapa2_interp.commands import command, command_options
 from lapa2_interp.cli.app import app, main
 from lapa2_interp.runs.run import load_run
 
@@ -83,7 +83,6 @@ def test_options_and_scripts_that_hold_a_value_are_quoted():
     ]
     assert not wrong
     assert command_options(only={"arm": "my arm"}, seed=1) == "--only 'arm=my arm' --seed 1"
-    assert script_command("analyses/x.py", "a b", out="-c") == "python analyses/x.py 'a b' --out=-c"
 
 
 def test_the_commands_that_are_named_exist_with_their_options():

@@ -12,7 +12,6 @@ from typing import Any, Literal, get_args
 import pytest
 
 import lapa2_interp
-from lapa2_interp._util.errors import Lapa2Error
 from lapa2_interp._util.settings import Settings, fields_of
 from lapa2_interp._util.values import Count
 from lapa2_interp.circuits.contrast_set import ContrastSet
@@ -23,9 +22,10 @@ from lapa2_interp.circuits.study import run_study
 from lapa2_interp.cli import functions, options
 from lapa2_interp.cli.app import COMMANDS, FAMILIES, app
 from lapa2_interp.cli.functions import arguments_of, command_of, option_type, with_options_of
+from lapa2_interp.errors import Lapa2Error
 from lapa2_interp.generation.settings import CellSettings
-from lapa2_interp.paper.proposition_study import run_proposition_study
-from lapa2_interp.paper.settings import PropositionSettings
+from lapa2_interp.propositions.study import run_proposition_study
+from lapa2_interp.propositions.settings import PropositionSettings
 from lapa2_interp.prefixes.importing import import_into_set
 from lapa2_interp.prefixes.make import make_set, measure_sets
 from lapa2_interp.prefixes.settings import (

@@ -9,9 +9,9 @@ import torch
 from conftest import load
 
 from lapa2_interp import Augmentation, Layout, augmented, generate
-from lapa2_interp._util.errors import MethodError, TraceError
 from lapa2_interp.cli.app import main
 from lapa2_interp.cli.live_chat import SYSTEM
+from lapa2_interp.errors import MethodError, TraceError
 from lapa2_interp.methods.chat import chat_task
 from lapa2_interp.report import chat_fade
 

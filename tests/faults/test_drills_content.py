@@ -14,8 +14,8 @@ import pytest
 from drills import Terminal
 
 from lapa2_interp import load_run
-from lapa2_interp._util.files import sha256_of
 from lapa2_interp.cli.app import main
+from lapa2_interp.files import sha256_of
 
 pytestmark = pytest.mark.drill
 HTML = "<img src=x onerror=alert(1)></script><script>document.title='x'</script>&amp;"

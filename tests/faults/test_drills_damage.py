@@ -25,8 +25,8 @@ from drills import (
     start,
 )
 
-from lapa2_interp._util.files import remove_path
 from lapa2_interp.cli.app import main
+from lapa2_interp.files import remove_path
 from lapa2_interp.models.load import load_transformers
 from lapa2_interp.models.smollm2 import _find_damage, _write_seal
 

@@ -15,9 +15,9 @@ from conftest import change_texts, load
 from test_untrusted import GRID, TASK
 
 from lapa2_interp import generate, load_run
-from lapa2_interp._util.errors import DamagedError, Lapa2Error, RunError, ScoringError, TaskError
-from lapa2_interp._util.files import sha256_of
 from lapa2_interp._util.parsing import parse_json, parse_toml, read_text
+from lapa2_interp.errors import DamagedError, Lapa2Error, RunError, ScoringError, TaskError
+from lapa2_interp.files import sha256_of
 from lapa2_interp.methods.registry import load_task
 from lapa2_interp.runs.grid import load_grid
 from lapa2_interp.runs.run import finished_cell
@@ -257,7 +257,7 @@ CALLS = {
         for name in (
             "os:system",
             "json:JSONDecoder",
-            "lapa2_interp._util.files:Path",
+            "lapa2_interp.files:Path",
             ":x",
             "x:",
             "sys:modules.os",

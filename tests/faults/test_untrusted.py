@@ -8,20 +8,20 @@ import sys
 import pytest
 
 from lapa2_interp import generate, load_run
-from lapa2_interp._util.errors import (
+from lapa2_interp.cli.app import main
+from lapa2_interp.errors import (
     Lapa2Error,
     MethodError,
     RunError,
     TaskError,
 )
-from lapa2_interp._util.files import (
+from lapa2_interp.files import (
     HOST,
     TEMPORARY_PREFIX,
     atomic_folder,
     remove_abandoned,
     remove_path,
 )
-from lapa2_interp.cli.app import main
 from lapa2_interp.generation.cell import Cell
 from lapa2_interp.generation.resolve import cell_of
 from lapa2_interp.methods.registry import get_for_task, load_task

@@ -9,7 +9,7 @@ from test_decoding import made
 from test_turns import FORM, KEPT, SCRIPTS, TEMPLATE, answers, script_task
 
 from lapa2_interp import Augmentation, Layout, generate
-from lapa2_interp._util.errors import (
+from lapa2_interp.errors import (
     AugmentationError,
     Lapa2Error,
     LayoutError,

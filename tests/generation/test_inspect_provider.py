@@ -29,7 +29,7 @@ from inspect_ai.tool import ToolCall, ToolInfo
 from inspect_ai.util import JSONSchema
 
 from lapa2_interp import Augmentation, Layout, augmented
-from lapa2_interp._util.errors import AugmentationError, GridError, LayoutError
+from lapa2_interp.errors import AugmentationError, GridError, LayoutError
 from lapa2_interp.generation import inspect_provider
 
 pytestmark = pytest.mark.filterwarnings(  # Inspect's, about what it uses itself

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from lapa2_interp import Augmentation, generate, load_model, steer
-from lapa2_interp._util.errors import GridError, Lapa2Error
 from lapa2_interp.cli.app import main
+from lapa2_interp.errors import GridError, Lapa2Error
 from lapa2_interp.generation.cell import RESERVED_LABELS, Cell
 from lapa2_interp.generation.resolve import cell_of, cells_of
 from lapa2_interp.generation.settings import HINTS, CellSettings

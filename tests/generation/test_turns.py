@@ -14,12 +14,12 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from lapa2_interp import Augmentation, augmented, generate, load_run
-from lapa2_interp._util.errors import LayoutError, ScoringError
 from lapa2_interp.attention.trace import sums_in
 from lapa2_interp.bias.layout import Layout
 from lapa2_interp.bias.tokens import decode_answer
 from lapa2_interp.circuits.hidden_span import forced_logits
 from lapa2_interp.cli.app import main
+from lapa2_interp.errors import LayoutError, ScoringError
 from lapa2_interp.generation import loop
 from lapa2_interp.generation import turns as turns_module
 from lapa2_interp.generation.resolve import cell_of

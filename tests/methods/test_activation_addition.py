@@ -9,13 +9,13 @@ from conftest import HAS_HOOKED, generate, load
 from steering_vectors import train_steering_vector
 
 from lapa2_interp import Augmentation, Layout, augmented, load_model
-from lapa2_interp._util.errors import DeadHookError, MethodError, ModelError, TaskError
 from lapa2_interp.attention import cache
 from lapa2_interp.attention.cache import RereadRows, new_rows
 from lapa2_interp.attention.continued_rows import continued_rows
 from lapa2_interp.attention.recomputed_rows import RecomputedRows
 from lapa2_interp.attention.residual import edited_residual, mean_residual, shifted_residual
 from lapa2_interp.bias.layout import left_pad
+from lapa2_interp.errors import DeadHookError, MethodError, ModelError, TaskError
 from lapa2_interp.generation.sampling import draw, uniforms
 from lapa2_interp.methods import registry as methods
 from lapa2_interp.methods.registry import load_task

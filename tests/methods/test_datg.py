@@ -13,11 +13,11 @@ from context_stub import ContextStub
 from lapa2_interp import (
     Augmentation,
 )
-from lapa2_interp._util.errors import (
+from lapa2_interp.bias.layout import Layout
+from lapa2_interp.errors import (
     MethodError,
     ScoringError,
 )
-from lapa2_interp.bias.layout import Layout
 from lapa2_interp.methods import registry as methods
 from lapa2_interp.methods.datg import (
     SENTENCE,
@@ -246,7 +246,7 @@ def test_no_text_shares_its_random_numbers_with_a_draft():
 
 
 def test_too_long_drafts_and_unfit_scorers_are_found_before_drafting(cache):
-    from lapa2_interp._util.errors import LayoutError
+    from lapa2_interp.errors import LayoutError
 
     model, task = load("tiny-gpt2"), load_task("sentiment")
     with pytest.raises(

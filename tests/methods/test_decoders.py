@@ -10,9 +10,9 @@ from conftest import decode_plan, generate, load, real_once, soft_prefix
 from test_methods import TOKENS, as_logs, distributions, normalised, run, unit
 
 from lapa2_interp import Augmentation
-from lapa2_interp._util.errors import MethodError
 from lapa2_interp.attention.cache import new_rows
 from lapa2_interp.bias.layout import Layout, left_pad
+from lapa2_interp.errors import MethodError
 from lapa2_interp.generation import loop
 from lapa2_interp.generation.loop import prompt_log_likelihood
 from lapa2_interp.generation.plan import plan_batches

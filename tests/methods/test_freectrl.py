@@ -15,15 +15,15 @@ from lapa2_interp import (
     Augmentation,
     load_model,
 )
-from lapa2_interp._util.errors import (
-    AugmentationError,
-    MethodError,
-)
 from lapa2_interp.attention.neurons import (
     promoting_neurons,
 )
 from lapa2_interp.attention.recomputed_rows import RecomputedRows
 from lapa2_interp.bias.layout import Layout
+from lapa2_interp.errors import (
+    AugmentationError,
+    MethodError,
+)
 from lapa2_interp.generation.sampling import draw, uniforms
 from lapa2_interp.methods import registry as methods
 from lapa2_interp.methods.freectrl import (

@@ -7,8 +7,8 @@ import torch
 from conftest import generate, load
 
 from lapa2_interp import Augmentation, Layout, recipe
-from lapa2_interp._util.errors import AugmentationError, MethodError
 from lapa2_interp.attention.hooked import edit_scores
+from lapa2_interp.errors import AugmentationError, MethodError
 from lapa2_interp.methods import registry as methods
 from lapa2_interp.methods.registry import assign_augmentations, load_task
 

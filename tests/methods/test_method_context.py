@@ -10,12 +10,12 @@ import torch
 from conftest import fresh, load, plan
 from oracle import oracle_logits
 
-from lapa2_interp._util.errors import (
-    MethodError,
-)
-from lapa2_interp._util.files import one_process_at_a_time
 from lapa2_interp.attention import neurons
 from lapa2_interp.bias.layout import Layout
+from lapa2_interp.errors import (
+    MethodError,
+)
+from lapa2_interp.files import one_process_at_a_time
 from lapa2_interp.generation.plan import plan_batches as decoding_plan
 from lapa2_interp.generation.sampling import draw, uniforms
 from lapa2_interp.methods.base import Prepared
@@ -206,7 +206,7 @@ def test_a_damaged_cache_is_made_again(cache):
 
 
 def test_a_cache_that_cannot_be_written_is_named(tmp_path, monkeypatch):
-    from lapa2_interp._util.errors import ModelError
+    from lapa2_interp.errors import ModelError
 
     (tmp_path / "file").write_text("")
     monkeypatch.setattr("lapa2_interp.runs.method_context.cache_folder", lambda: tmp_path / "file")

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lapa2_interp._util.errors import DataError, MethodError, TaskError
+from lapa2_interp.errors import DataError, MethodError, TaskError
 from lapa2_interp.generation.resolve import cell_of
 from lapa2_interp.methods import registry as methods
 from lapa2_interp.methods.registry import load_task

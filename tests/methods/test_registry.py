@@ -7,7 +7,7 @@ import pytest
 from lapa2_interp import (
     Augmentation,
 )
-from lapa2_interp._util.errors import MethodError
+from lapa2_interp.errors import MethodError
 from lapa2_interp.methods import registry as methods
 from lapa2_interp.methods.registry import assign_augmentations, load_task
 

@@ -5,7 +5,7 @@ import torch
 from conftest import HAS_HOOKED, generate, load
 
 from lapa2_interp import Augmentation, Layout, augmented
-from lapa2_interp._util.errors import LayoutError, MethodError
+from lapa2_interp.errors import LayoutError, MethodError
 from lapa2_interp.generation.sampling import draw, uniforms
 from lapa2_interp.methods import registry as methods
 from lapa2_interp.methods.registry import load_task

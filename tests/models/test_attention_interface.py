@@ -6,10 +6,10 @@ from conftest import load, plan
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 from lapa2_interp import Augmentation, Layout, augmented
-from lapa2_interp._util.errors import LayoutError
 from lapa2_interp.bias.layout import left_pad
 from lapa2_interp.bias.padded_rows import PaddedRows
 from lapa2_interp.cli.app import main
+from lapa2_interp.errors import LayoutError
 from lapa2_interp.methods import load_task
 from lapa2_interp.models.cache_name import cache_name
 from lapa2_interp.models.facts import facts_of

@@ -12,10 +12,10 @@ from conftest import MODEL_CLASSES, load, soft_prefix
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 from lapa2_interp import Augmentation, Layout, augmented
-from lapa2_interp._util.errors import DeadHookError, ModelError
 from lapa2_interp.attention.cache import new_rows
 from lapa2_interp.attention.hooked import edit_scores
 from lapa2_interp.attention.recomputed_rows import RecomputedRows
+from lapa2_interp.errors import DeadHookError, ModelError
 from lapa2_interp.generation.teacher_forcing import teacher_forced
 from lapa2_interp.models.cache_name import cache_name
 from lapa2_interp.models.facts import TransformersModel, facts_of

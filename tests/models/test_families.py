@@ -8,7 +8,10 @@ import pytest
 from families import BRIDGE, FAMILIES, PLAIN, families_by_class, marked, save_family
 
 from lapa2_interp import Augmentation, Layout, augmented, load_model
-from lapa2_interp._util.errors import (
+from lapa2_interp.attention.recorder import Recorder
+from lapa2_interp.circuits.contrast_set import ContrastSet
+from lapa2_interp.cli.app import main
+from lapa2_interp.errors import (
     CircuitError,
     DeadHookError,
     LayoutError,
@@ -16,9 +19,6 @@ from lapa2_interp._util.errors import (
     PrefixError,
     TraceError,
 )
-from lapa2_interp.attention.recorder import Recorder
-from lapa2_interp.circuits.contrast_set import ContrastSet
-from lapa2_interp.cli.app import main
 from lapa2_interp.generation.teacher_forcing import teacher_forced
 from lapa2_interp.models.facts import facts_of
 from lapa2_interp.models.liveness import LIVE_FAMILIES

@@ -7,7 +7,7 @@ import torch
 from conftest import fresh
 
 from lapa2_interp import generate, load_model
-from lapa2_interp._util.errors import ModelError
+from lapa2_interp.errors import ModelError
 from lapa2_interp.models.card import hash_weights, identify
 from lapa2_interp.models.fused import fused_weights
 

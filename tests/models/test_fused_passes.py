@@ -11,12 +11,12 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, StaticCache
 
 from lapa2_interp import Augmentation, Layout, augmented, load_model
-from lapa2_interp._util.errors import DeadHookError, ModelError
 from lapa2_interp.attention.cache import new_rows
 from lapa2_interp.attention.recorder import Recorder
 from lapa2_interp.bias.layer_types import LayerType
 from lapa2_interp.bias.layout import left_pad
 from lapa2_interp.bias.padded_rows import PaddedRows
+from lapa2_interp.errors import DeadHookError, ModelError
 from lapa2_interp.generation.plan import plan_batches
 from lapa2_interp.generation.teacher_forcing import teacher_forced
 from lapa2_interp.methods import load_task
@@ -34,7 +34,7 @@ from lapa2_interp.models.facts import (
     facts_of,
     path_of_pass,
 )
-from lapa2_interp.paper.propositions import exponent_table, stack_alphas
+from lapa2_interp.propositions.traces import exponent_table, stack_alphas
 from lapa2_interp.runs.method_context import ModelContext
 from lapa2_interp.runs.worker import make_batch
 

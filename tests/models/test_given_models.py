@@ -8,7 +8,7 @@ from conftest import load
 
 import lapa2_interp
 from lapa2_interp import Layout, circuits, generate, teacher_forced
-from lapa2_interp._util.errors import ModelError
+from lapa2_interp.errors import ModelError
 from lapa2_interp.generation.resolve import cell_of
 from lapa2_interp.models import TransformersModel, identify
 from lapa2_interp.models.load import load_transformers

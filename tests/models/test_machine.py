@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from lapa2_interp import load_model
-from lapa2_interp._util.errors import GridError
 from lapa2_interp.cli.app import main
+from lapa2_interp.errors import GridError
 from lapa2_interp.generation.cell import Cell
 from lapa2_interp.models import identify, machine
 from lapa2_interp.models.machine import (

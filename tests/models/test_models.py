@@ -13,9 +13,9 @@ import torch
 from conftest import HAS_HOOKED, TINY, load
 
 from lapa2_interp import generate, load_model
-from lapa2_interp._util.errors import DeadHookError, ModelError, ScoringError
-from lapa2_interp._util.files import sha256_of
 from lapa2_interp.bias.text_start import TextMarkers, text_markers
+from lapa2_interp.errors import DeadHookError, ModelError, ScoringError
+from lapa2_interp.files import sha256_of
 from lapa2_interp.models import identify, load_tokenizer, smollm2
 from lapa2_interp.models import load as models
 from lapa2_interp.models.configuration import DEFAULT_CONTEXT, context_length

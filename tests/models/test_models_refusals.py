@@ -17,7 +17,14 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from lapa2_interp import Augmentation, Layout, augmented, generate, load_model
-from lapa2_interp._util.errors import (
+from lapa2_interp.attention.batch_bias import BatchBias
+from lapa2_interp.attention.neurons import assert_neurons_live
+from lapa2_interp.attention.recorder import Recorder
+from lapa2_interp.bias.layer_types import FULL_ATTENTION, LayerType
+from lapa2_interp.circuits.contrast_set import ContrastSet
+from lapa2_interp.circuits.control import control_score
+from lapa2_interp.circuits.prefix_attention import mean_prefix_attention
+from lapa2_interp.errors import (
     AugmentationError,
     DeadHookError,
     LayoutError,
@@ -26,13 +33,6 @@ from lapa2_interp._util.errors import (
     ScoringError,
     TraceError,
 )
-from lapa2_interp.attention.batch_bias import BatchBias
-from lapa2_interp.attention.neurons import assert_neurons_live
-from lapa2_interp.attention.recorder import Recorder
-from lapa2_interp.bias.layer_types import FULL_ATTENTION, LayerType
-from lapa2_interp.circuits.contrast_set import ContrastSet
-from lapa2_interp.circuits.control import control_score
-from lapa2_interp.circuits.prefix_attention import mean_prefix_attention
 from lapa2_interp.generation.teacher_forcing import teacher_forced
 from lapa2_interp.models import smollm2
 from lapa2_interp.models.configuration import config_layer_types

@@ -8,7 +8,7 @@ import transformers
 from families import PLAIN
 
 from lapa2_interp import Augmentation, Layout, PaddedRows, augmented, load_model
-from lapa2_interp._util.errors import DeadHookError, LayoutError, ModelError, ScoringError
+from lapa2_interp.errors import DeadHookError, LayoutError, ModelError, ScoringError
 from lapa2_interp.models import TransformersModel
 from lapa2_interp.models.positions import rows_problem
 from lapa2_interp.models.tiny import tiny_tokenizer

@@ -18,7 +18,13 @@ from transformers import (
 )
 
 from lapa2_interp import Augmentation, Layout, augmented, teacher_forced
-from lapa2_interp._util.errors import (
+from lapa2_interp.attention.cache import new_rows
+from lapa2_interp.attention.soft_arguments import soft_inputs
+from lapa2_interp.bias.layout import left_pad
+from lapa2_interp.circuits import measure_fading
+from lapa2_interp.circuits.contrast_set import ContrastSet
+from lapa2_interp.circuits.examples import ContrastExample
+from lapa2_interp.errors import (
     CircuitError,
     GridError,
     LayoutError,
@@ -26,12 +32,6 @@ from lapa2_interp._util.errors import (
     PrefixError,
     ScoringError,
 )
-from lapa2_interp.attention.cache import new_rows
-from lapa2_interp.attention.soft_arguments import soft_inputs
-from lapa2_interp.bias.layout import left_pad
-from lapa2_interp.circuits import measure_fading
-from lapa2_interp.circuits.contrast_set import ContrastSet
-from lapa2_interp.circuits.examples import ContrastExample
 from lapa2_interp.generation.plan import plan_batches
 from lapa2_interp.methods.chat import chat_task
 from lapa2_interp.methods.registry import find_class

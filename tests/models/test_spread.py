@@ -9,7 +9,7 @@ from accelerate import cpu_offload, disk_offload
 from conftest import HAS_HOOKED, decode_plan, load, plan
 
 from lapa2_interp import Augmentation, Layout, generate, teacher_forced
-from lapa2_interp._util.errors import ModelError
+from lapa2_interp.errors import ModelError
 from lapa2_interp.methods.registry import get_for_task, load_task
 from lapa2_interp.models import load as models
 from lapa2_interp.models.card import hash_weights, identify

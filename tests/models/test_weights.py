@@ -10,7 +10,7 @@ from conftest import cell_of, decode, load
 from safetensors.torch import load_file, save_file
 
 from lapa2_interp import Augmentation, Layout, augmented, circuits, load_model
-from lapa2_interp._util.errors import CircuitError, ModelError, ScoringError
+from lapa2_interp.errors import CircuitError, ModelError, ScoringError
 from lapa2_interp.generation.resolve import cell_of as make_cell
 from lapa2_interp.models import identify
 from lapa2_interp.models.card import hash_weights

@@ -11,20 +11,20 @@ from conftest import cell_of
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from lapa2_interp import Augmentation, Layout, augmented, generate, load_model, teacher_forced
-from lapa2_interp._util.errors import LayoutError, ModelError, TraceError
 from lapa2_interp.attention.hooked import edit_scores
 from lapa2_interp.attention.tables import fit_table, pooled, step_table, traced_layer_types
 from lapa2_interp.bias.layer_types import FULL_ATTENTION, LayerType, describe_layers
 from lapa2_interp.bias.layout import left_pad
 from lapa2_interp.bias.padded_rows import PaddedRows
 from lapa2_interp.cli.app import main
+from lapa2_interp.errors import LayoutError, ModelError, TraceError
 from lapa2_interp.generation.plan import plan_batches
 from lapa2_interp.methods import load_task
 from lapa2_interp.models.card import identify
 from lapa2_interp.models.configuration import config_layer_types
 from lapa2_interp.models.facts import facts_of
 from lapa2_interp.models.load import load_tokenizer
-from lapa2_interp.paper.propositions import stack_alphas
+from lapa2_interp.propositions.traces import stack_alphas
 
 WINDOW = 12
 SLIDING = LayerType("sliding", WINDOW)

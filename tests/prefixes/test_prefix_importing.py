@@ -12,9 +12,9 @@ from families import PLAIN
 from safetensors.torch import save_file
 
 from lapa2_interp import load_model
-from lapa2_interp._util.errors import PrefixError
 from lapa2_interp.attention.soft_arguments import soft_inputs
 from lapa2_interp.bias.layout import Layout
+from lapa2_interp.errors import PrefixError
 from lapa2_interp.methods import load_task
 from lapa2_interp.methods import registry as methods
 from lapa2_interp.models.load import load_transformers

@@ -12,8 +12,7 @@ from conftest import load
 from scipy.stats import t
 from torch.nn.functional import cross_entropy
 
-from lapa2_interp._util.errors import PrefixError
-from lapa2_interp._util.progress import hidden_bar
+from lapa2_interp.errors import PrefixError
 from lapa2_interp.methods import load_task
 from lapa2_interp.models.cache_name import cache_name
 from lapa2_interp.models.load import load_transformers, shared_tokenizer
@@ -24,6 +23,7 @@ from lapa2_interp.prefixes.parameters import PrefixParameters, text_keys_and_val
 from lapa2_interp.prefixes.recipes import RECIPES, TrainingRecipe, training_recipe
 from lapa2_interp.prefixes.soft_prefix import cards_in, kv_shape_of, load_prefix
 from lapa2_interp.prefixes.training import tokenise_pieces, train_set
+from lapa2_interp.progress import hidden_bar
 from lapa2_interp.tasks.corpora import read_corpus, split_pieces
 from lapa2_interp.tasks.task import Attribute
 

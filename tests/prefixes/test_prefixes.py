@@ -10,10 +10,10 @@ from conftest import generate, load, plan, run_of, soft_prefix, soft_set
 from oracle import oracle_logits
 
 from lapa2_interp import Augmentation, augmented
-from lapa2_interp._util.errors import LayoutError, PrefixError
 from lapa2_interp.attention.cache import new_rows
 from lapa2_interp.attention.soft_arguments import soft_inputs
 from lapa2_interp.bias.layout import Layout, left_pad
+from lapa2_interp.errors import LayoutError, PrefixError
 from lapa2_interp.methods import load_task
 from lapa2_interp.methods import registry as methods
 from lapa2_interp.models.cache_name import cache_name

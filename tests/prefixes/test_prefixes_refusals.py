@@ -12,7 +12,7 @@ from safetensors.torch import save
 from test_prefix_importing import SIZES, adapter, air_checkpoint
 from test_prefix_training import NEGATIVE, POSITIVE, SENTIMENT, SMALL, job
 
-from lapa2_interp._util.errors import DataError, PrefixError
+from lapa2_interp.errors import DataError, PrefixError
 from lapa2_interp.methods import load_task
 from lapa2_interp.methods import registry as methods
 from lapa2_interp.prefixes.importing import import_prefix

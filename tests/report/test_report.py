@@ -13,15 +13,15 @@ import pytest
 from browsers import browser_page
 from conftest import change_texts
 
-from lapa2_interp._util.errors import RunError
-from lapa2_interp._util.page import embedded
 from lapa2_interp.attention.tables import branch_name, pooled
 from lapa2_interp.bias.tokens import token_texts
 from lapa2_interp.cli.app import main
 from lapa2_interp.cli.paper import report
+from lapa2_interp.errors import RunError
 from lapa2_interp.models.load import load_tokenizer
-from lapa2_interp.paper.claims import ClaimResult
-from lapa2_interp.paper.gallery import Gallery, gallery_run
+from lapa2_interp.page import embedded
+from analyses.lab.claims import ClaimResult
+from analyses.lab.gallery import Gallery, gallery_run
 from lapa2_interp.report import run_page
 from lapa2_interp.report.intervals import interval_svg, shared_scale
 from lapa2_interp.report.run_page import run_report

@@ -12,7 +12,7 @@ from test_steer import GIVEN, PROMPTS
 from test_view import planted_run, with_batches
 
 from lapa2_interp import steer
-from lapa2_interp._util.errors import (
+from lapa2_interp.errors import (
     CircuitError,
     Lapa2Error,
     RunError,
@@ -20,9 +20,9 @@ from lapa2_interp._util.errors import (
     TaskError,
     TraceError,
 )
-from lapa2_interp._util.page import embedded
 from lapa2_interp.methods.chat import chat_task
 from lapa2_interp.methods.prefix import PrefixConditioning
+from lapa2_interp.page import embedded
 from lapa2_interp.report import view
 from lapa2_interp.tasks.task import Attribute, Prompts, Task
 

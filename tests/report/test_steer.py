@@ -15,10 +15,10 @@ import torch
 from conftest import script
 
 from lapa2_interp import Augmentation, Selection, steer
-from lapa2_interp._util.errors import RunError
 from lapa2_interp.circuits.selection import random_heads
 from lapa2_interp.cli.app import main
 from lapa2_interp.cli.options import AugmentationOptions
+from lapa2_interp.errors import RunError
 from lapa2_interp.models.load import load_transformers
 from lapa2_interp.report.steer import _gain, _tests
 from lapa2_interp.report.steer_page import heads_figure

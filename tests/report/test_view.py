@@ -20,10 +20,10 @@ from browsers import FLAGS, browser_page, chromium
 from conftest import load, run_of, soft_set
 from huggingface_hub import metadata_load
 
-from lapa2_interp._util.errors import RunError, TraceError
 from lapa2_interp.attention.hooked import augmented
 from lapa2_interp.bias.augmentation import Augmentation
 from lapa2_interp.cli.app import main
+from lapa2_interp.errors import RunError, TraceError
 from lapa2_interp.methods import load_task
 from lapa2_interp.report import view
 from lapa2_interp.report.encoding import (

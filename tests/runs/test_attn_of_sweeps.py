@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from lapa2_interp._util.errors import ModelError
+from lapa2_interp.errors import ModelError
 from lapa2_interp.runs.run import load_run
 from lapa2_interp.runs.store import read_batch
 from lapa2_interp.runs.sweep import sweep

@@ -9,9 +9,9 @@ from typing import ClassVar
 
 import pytest
 
-from lapa2_interp._util.errors import GridError, Lapa2Error, RunError
-from lapa2_interp._util.progress import hidden_bar
+from lapa2_interp.errors import GridError, Lapa2Error, RunError
 from lapa2_interp.generation.cell import Cell
+from lapa2_interp.progress import hidden_bar
 from lapa2_interp.runs import ray as clusters
 from lapa2_interp.runs.engines import InProcess
 from lapa2_interp.runs.fill import fill_run

@@ -27,7 +27,7 @@ from hypothesis.stateful import (
 )
 from jobs import FakeWorker, Pool, Serial, Shuffling, cluster_of
 
-from lapa2_interp._util.errors import DamagedError, RunError
+from lapa2_interp.errors import DamagedError, RunError
 from lapa2_interp.generation.resolve import cell_of
 from lapa2_interp.runs import fill as filling
 from lapa2_interp.runs.engines import WorkerLost

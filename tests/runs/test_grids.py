@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 from conftest import lapa2, load, soft_set
 
-from lapa2_interp._util.errors import GridError, Lapa2Error, ModelError, RunError
 from lapa2_interp._util.terminal import format_bytes, format_duration
 from lapa2_interp.bias.layout import Layout
 from lapa2_interp.bias.recipes import RECIPES, parse_recipes, recipe_name
+from lapa2_interp.errors import GridError, Lapa2Error, ModelError, RunError
 from lapa2_interp.generation.cell import Cell
 from lapa2_interp.generation.plan import plan_batches
 from lapa2_interp.generation.settings import CellSettings

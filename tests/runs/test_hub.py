@@ -11,7 +11,7 @@ from conftest import load
 from huggingface_hub import DatasetCard, HfApi, metadata_load
 
 from lapa2_interp import generate
-from lapa2_interp._util.errors import RunError
+from lapa2_interp.errors import RunError
 from lapa2_interp.runs.score import score
 
 FILES = {"README.md", "texts.parquet", "manifests.json"}

@@ -8,7 +8,7 @@ from conftest import fresh, load
 from transformers import LogitNormalization, RepetitionPenaltyLogitsProcessor
 
 from lapa2_interp import Augmentation, Layout, augmented, generate
-from lapa2_interp._util.errors import Lapa2Error, MethodError
+from lapa2_interp.errors import Lapa2Error, MethodError
 from lapa2_interp.generation.settings import CellSettings
 from lapa2_interp.methods.chat import chat_task
 from lapa2_interp.runs import MethodProcessor

@@ -16,7 +16,8 @@ from jobs import FakeWorker, Serial, edit, in_batches, three_batches
 from test_select import SHORT, of_trace, of_traces, two_methods
 
 from lapa2_interp import generate, load_run
-from lapa2_interp._util.errors import (
+from lapa2_interp.attention.tables import step_table
+from lapa2_interp.errors import (
     DamagedError,
     GridError,
     Lapa2Error,
@@ -24,8 +25,7 @@ from lapa2_interp._util.errors import (
     RunError,
     TraceError,
 )
-from lapa2_interp._util.files import remove_path, result_folder, sha256_of
-from lapa2_interp.attention.tables import step_table
+from lapa2_interp.files import remove_path, result_folder, sha256_of
 from lapa2_interp.generation.cell import Cell
 from lapa2_interp.generation.resolve import cell_of
 from lapa2_interp.methods.prefix import NoControl

@@ -13,10 +13,10 @@ from conftest import load, run_of
 from jobs import FakeWorker, Serial, edit, in_batches
 
 from lapa2_interp import Augmentation, generate, load_run
-from lapa2_interp._util.errors import RunError
-from lapa2_interp._util.files import result_folder
 from lapa2_interp.attention.tables import step_table
 from lapa2_interp.cli.app import main
+from lapa2_interp.errors import RunError
+from lapa2_interp.files import result_folder
 from lapa2_interp.generation.cell import _with_slot
 from lapa2_interp.generation.resolve import cell_of
 from lapa2_interp.methods import load_task

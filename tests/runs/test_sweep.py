@@ -34,13 +34,13 @@ from test_engines import contents
 from tqdm import tqdm
 
 from lapa2_interp import generate
-from lapa2_interp._util.errors import RunError
-from lapa2_interp._util.files import acquire_lock, temporary_folder, write_text
-from lapa2_interp._util.progress import CountingBar
 from lapa2_interp.cli.app import main
+from lapa2_interp.errors import RunError
+from lapa2_interp.files import acquire_lock, temporary_folder, write_text
 from lapa2_interp.methods import load_task
 from lapa2_interp.models.machine import processor_kind
 from lapa2_interp.prefixes.soft_prefix import save_prefix
+from lapa2_interp.progress import CountingBar
 from lapa2_interp.runs import engines
 from lapa2_interp.runs import fill as filling
 from lapa2_interp.runs import sweep as sweeping

@@ -14,8 +14,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from lapa2_interp._util.errors import ScoringError
 from lapa2_interp.cli.app import main
+from lapa2_interp.errors import ScoringError
 from lapa2_interp.scoring.adapter import (
     ADAPTER_ENDING,
     LONGEST_WINDOW,

@@ -9,7 +9,7 @@ import pandas as pd
 import pytest
 from conftest import script
 
-from lapa2_interp._util.errors import Lapa2Error
+from lapa2_interp.errors import Lapa2Error
 from lapa2_interp.scoring.agreement import agreement, card_rows
 from lapa2_interp.scoring.scorer import Scorer
 

@@ -3,7 +3,7 @@
 import pandas as pd
 import pytest
 
-from lapa2_interp._util.errors import ScoringError
+from lapa2_interp.errors import ScoringError
 from lapa2_interp.scoring.echo import Echo, Masked, prefix_words
 from lapa2_interp.scoring.linear import LinearScorer
 from lapa2_interp.scoring.registry import ScorerOptions, make_scorer, score_texts

@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from lapa2_interp._util.errors import Lapa2Error, RunError, ScoringError
+from lapa2_interp.errors import Lapa2Error, RunError, ScoringError
 from lapa2_interp.scoring.human import (
     COLUMNS,
     METRICS,

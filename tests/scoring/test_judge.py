@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from lapa2_interp._util.errors import Lapa2Error, ScoringError
+from lapa2_interp.errors import Lapa2Error, ScoringError
 from lapa2_interp.scoring.judge import PROMPT, TOKEN_LIMIT_NAMES, Judge
 from lapa2_interp.scoring.judge_answer import parse_ratings
 from lapa2_interp.scoring.registry import ScorerOptions, make_scorer

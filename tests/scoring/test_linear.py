@@ -6,7 +6,7 @@ import json
 import numpy as np
 import pytest
 
-from lapa2_interp._util.errors import DataError
+from lapa2_interp.errors import DataError
 from lapa2_interp.scoring.linear import (
     COLUMNS,
     LINEAR_ENDING,

@@ -6,7 +6,6 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from lapa2_interp._util.table_formats import as_latex
 from lapa2_interp.runs.score import Scored, score_notes
 from lapa2_interp.scoring.scorer import Scorer
 from lapa2_interp.scoring.tables import (
@@ -19,6 +18,7 @@ from lapa2_interp.scoring.tables import (
     score_table,
 )
 from lapa2_interp.stats import FEW, describe_intervals
+from lapa2_interp.table_formats import as_latex
 
 ADAPTER, LINEAR = "accuracy (adapter sentiment 2010ae0d88fa)", "accuracy (linear sentiment 77aa)"
 TOPIC, AGAIN = "accuracy (adapter topic 99ffaa)", "accuracy (adapter sentiment 0123456789ab)"

@@ -12,7 +12,7 @@ import torch
 from conftest import load
 from scipy.stats import t
 
-from lapa2_interp._util.errors import DataError, ScoringError
+from lapa2_interp.errors import DataError, ScoringError
 from lapa2_interp.models.load import load_transformers
 from lapa2_interp.runs.texts import at_lengths, in_parts, read_texts
 from lapa2_interp.scoring import transformer

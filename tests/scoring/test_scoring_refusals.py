@@ -11,7 +11,7 @@ from test_agreement import graded, two
 from test_linear import GOOD, toy
 from test_scoring import BROKEN_GZIP
 
-from lapa2_interp._util.errors import DataError, Lapa2Error, ScoringError
+from lapa2_interp.errors import DataError, Lapa2Error, ScoringError
 from lapa2_interp.runs.score import score
 from lapa2_interp.runs.texts import read_texts
 from lapa2_interp.scoring.adapter import ADAPTER_ENDING, load_adapter_network

@@ -17,7 +17,7 @@ from families import save_family
 from tokenizers.processors import TemplateProcessing
 from torch.testing import assert_close
 
-from lapa2_interp._util.errors import LayoutError, ScoringError
+from lapa2_interp.errors import LayoutError, ScoringError
 from lapa2_interp.models.load import load_transformers
 from lapa2_interp.models.tiny import tiny_tokenizer
 from lapa2_interp.scoring import transformer

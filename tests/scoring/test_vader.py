@@ -2,7 +2,7 @@
 
 import pytest
 
-from lapa2_interp._util.errors import ScoringError
+from lapa2_interp.errors import ScoringError
 from lapa2_interp.scoring import vader
 from lapa2_interp.scoring.registry import ScorerOptions, make_scorer, score_texts
 from lapa2_interp.scoring.scorer import TextItem, run_scorer

@@ -13,10 +13,10 @@ import pytest
 from conftest import lapa2, load
 
 from lapa2_interp import generate
-from lapa2_interp._util.errors import Lapa2Error
 from lapa2_interp._util.paths import is_path, kind_of
 from lapa2_interp.circuits.contrast_set import ContrastSet
 from lapa2_interp.circuits.pro_aug import prompt_slope
+from lapa2_interp.errors import Lapa2Error
 from lapa2_interp.generation.resolve import cell_of
 from lapa2_interp.methods.registry import load_task
 from lapa2_interp.report.steer import steer

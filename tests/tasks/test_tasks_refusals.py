@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from test_tasks import GOOD
 
-from lapa2_interp._util.errors import DataError, TaskError
+from lapa2_interp.errors import DataError, TaskError
 from lapa2_interp.generation.banned_words import BannedWords
 from lapa2_interp.methods.chat import chat_task
 from lapa2_interp.methods.registry import load_task
