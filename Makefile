@@ -16,36 +16,36 @@ HARNESS := .venv-harness/.installed
 
 # A first look, in a minute or two: results/demo/report.html.
 demo: $(RUN)
-	@python analyses/demo.py --out results/demo
+	@python analyses/demo/demo.py --out results/demo
 
 # Every figure and table. SCALE=tiny: up to half an hour, far too small to tell; quick: a day of two cores;
 # paper: GPUs. Repeat it after a stop: it goes on.
 reproduce: $(RUN)
-	python analyses/reproduce.py --scale $(SCALE) --out results/$(SCALE)
+	python analyses/tools/reproduce.py --scale $(SCALE) --out results/$(SCALE)
 
 # The committed results of a scale; GRIDS="quick/alpha quick/layers" makes these anew, beside the others.
 gallery: $(RUN)
-	python analyses/reproduce.py --scale $(SCALE) --out results/$(SCALE) $(if $(GRIDS),--grids $(GRIDS) $(if $(wildcard figures/$(SCALE)/tables),--beside figures/$(SCALE)))
-	mkdir -p figures/$(SCALE)
-	cp -r results/$(SCALE)/tables results/$(SCALE)/results.json results/$(SCALE)/figures/* figures/$(SCALE)/
+	python analyses/tools/reproduce.py --scale $(SCALE) --out results/$(SCALE) $(if $(GRIDS),--grids $(GRIDS) $(if $(wildcard figures/paper/$(SCALE)/tables),--beside figures/paper/$(SCALE)))
+	mkdir -p figures/paper/$(SCALE)
+	cp -r results/$(SCALE)/tables results/$(SCALE)/results.json results/$(SCALE)/figures/* figures/paper/$(SCALE)/
 
 circuits: $(RUN)
-	analyses/circuits.sh $(SCALE)
+	analyses/circuits/run.sh $(SCALE)
 fading: steering-prompts
-	analyses/fading.sh
+	analyses/fading/run.sh
 prefixes: $(RUN)
-	analyses/prefixes.sh
+	analyses/tools/prefixes.sh
 scorers: $(DEV)
-	analyses/scorers.sh $(DATA)
+	analyses/scorers/run.sh $(DATA)
 
 # The prompts of the grids quick/steering (steering-prompts.txt, steering-selection.txt) and quick/bases (bases/*.txt). In DATA are
 # DExperts' neutral OpenWebText prompts: https://github.com/alisawuffles/DExperts.
 steering-prompts: $(RUN)
-	python analyses/steering_prompts.py $(DATA)/prompts/dexperts_owt_sentiment_10k.jsonl.xz
+	python analyses/tools/steering_prompts.py $(DATA)/prompts/dexperts_owt_sentiment_10k.jsonl.xz
 
 NOTEBOOKS := first_look control who_reads_the_prefix what_heads_write why_it_fades steer_the_heads
 notebooks: $(NOTEBOOKS:%=docs/notebooks/%.ipynb)
-docs/notebooks/%.ipynb: analyses/%.py $(DEV)
+docs/notebooks/%.ipynb: analyses/notebooks/%.py $(DEV)
 	jupytext --quiet --set-kernel python3 --to ipynb --output $@ $<
 	TQDM_DISABLE=1 jupyter-execute --inplace $@
 

@@ -16,7 +16,7 @@ from sphinx.util.inspect import stringify_signature
 
 DOCS = Path(__file__).parent
 ROOT = DOCS.parent
-FIGURES = ROOT / "figures"
+FIGURES, ANALYSES = ROOT / "figures", ROOT / "analyses"
 CHECKOUT = (
     "{GITHUB_SERVER_URL}/{GITHUB_REPOSITORY}/blob/{GITHUB_SHA}".format_map(os.environ)
     if "GITHUB_SHA" in os.environ
@@ -132,20 +132,35 @@ def linkcode_resolve(domain, names):
     return f"{CHECKOUT}/{file.relative_to(ROOT).as_posix()}#L{inspect.getsourcelines(value)[1]}"
 
 
+def include_the_studies(app, config):
+    """A page for the README.md of every study, which stands beside its scripts."""
+    pages = DOCS / "studies"
+    shutil.rmtree(pages, ignore_errors=True)
+    pages.mkdir()
+    for readme in ANALYSES.glob("*/README.md"):
+        text = f"```{{include}} ../../{readme.relative_to(ROOT).as_posix()}\n```\n"
+        (pages / f"{readme.parent.name}.md").write_text(text, "utf-8")
+
+
 def link_the_checkout(app, doctree):
     """Links to files and folders outside docs/ go to the checkout; to a page of figures, to its
-    copy on the site; to a top-level document that has a page, to that page."""
+    copy on the site; to a document that has a page (a top-level one, or of a study), to that
+    page."""
     document = app.env.docname
     for kind in (addnodes.download_reference, addnodes.pending_xref):
         for node in list(doctree.findall(kind)):
-            folders = ((DOCS / document).parent, DOCS, ROOT)  # of included documents, the last
+            # The last two are of included documents.
+            folders = ((DOCS / document).parent, DOCS, ROOT, ANALYSES / Path(document).name)
             names = (node["reftarget"], node["reftarget"] + ".md")
             paths = [(folder / name).resolve() for folder in folders for name in names]
             path = next((path for path in paths if path.exists()), DOCS)
             if node["reftype"] != "myst" or path.is_relative_to(DOCS):
                 continue
             name = path.relative_to(ROOT).as_posix()
-            if path.parent == ROOT and (page := path.stem.lower()) in app.env.found_docs:
+            of_study = path.name == "README.md" and path.parent.parent == ANALYSES
+            page = f"/studies/{path.parent.name}" if of_study else f"/{path.stem.lower()}"
+            has_page = of_study or path.parent == ROOT
+            if has_page and page[1:] in app.env.found_docs:
                 link = addnodes.pending_xref(**node.attributes | {"reftarget": page})
             elif path.suffix == ".html":
                 link = nodes.reference(refuri="../" * document.count("/") + name)
@@ -160,7 +175,8 @@ def title_of(figure):
     tables = [*figure.parent.glob(f"tables/{figure.stem}.md"), *figure.parent.glob("*.md")]
     if tables:
         return tables[0].read_text("utf-8").splitlines()[0].strip("# ")
-    pages = "".join(page.read_text("utf-8") for page in sorted(DOCS.rglob("*.md")))
+    sources = sorted([*DOCS.rglob("*.md"), *ANALYSES.glob("*/README.md")])
+    pages = "".join(page.read_text("utf-8") for page in sources)
     title = re.search(rf"!\[(.+)\]\(\S+/{figure.name}\)", pages)[1]
     of_several = figure.parent.parent not in (FIGURES, FIGURES.parent)
     return f"{title}: {figure.parent.name}" if of_several else title
@@ -169,7 +185,7 @@ def title_of(figure):
 def fill_the_gallery(app, document, source):
     """Every committed figure and page of figures, found in its folder."""
     if document == "gallery":
-        of_paper = FIGURES / "quick"
+        of_paper = FIGURES / "paper"
         for figure in sorted(FIGURES.rglob("*.png"), key=lambda f: (of_paper not in f.parents, f)):
             path, title = figure.relative_to(ROOT), title_of(figure)
             source[0] += f"\n## {title}\n\n![{title}](../{path})\n\n[{path}](../{path})\n"
@@ -210,6 +226,7 @@ def write_block_math(translator, node):
 
 
 def setup(app):
+    app.connect("config-inited", include_the_studies)
     app.connect("autodoc-process-docstring", as_restructured_text, priority=400)  # before napoleon
     app.connect("autodoc-process-docstring", restore_colons, priority=600)  # after it
     app.connect("autodoc-process-signature", types_as_written)

@@ -1,5 +1,6 @@
-"""Makes the table of the paper's claims: `python docs/write_claims.py` writes figures/claims.csv
-from `claims.toml`, which says for each claim what the paper says and which rows decide.
+"""Makes the table of the paper's claims: `python docs/write_claims.py` writes
+figures/paper/claims.csv from `claims.toml`, which says for each claim what the paper says and which
+rows decide.
 
 A claim has cases, such as methods on tasks; each is a row of a committed table with a verdict. A
 case that was run again on new prompts has the later verdict. In tables without verdicts a filter of
@@ -25,7 +26,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 from write_numbers import ROOT, NumberError, Numbers, Row, fits, rounded, table_of
 
-VERDICTS = "figures/quick/tables/verdicts.csv"
+VERDICTS = "figures/paper/quick/tables/verdicts.csv"
 LATER = {
     "figures/undecided/claims.csv": "new prompts",
     "figures/undecided/detox.claims.csv": "the paper's prompts",
@@ -38,7 +39,7 @@ STATUS = {
     "inconclusive": "undecided",
 }
 """Verdicts of cases, and the status that a claim has by the first of them."""
-MULTIPLES = "figures/perplexity.csv"
+MULTIPLES = "figures/paper/perplexity.csv"
 """Perplexities of whole texts as multiples of that of no bias; verdicts are on differences."""
 COLUMNS = [
     "about", "claim", "paper", "found", "model", "setting", "here", "status", "scorer", "cases",
@@ -219,7 +220,7 @@ def claims(text: str, words: Numbers, root: Path = ROOT) -> list[dict[str, Any]]
 
 
 def written(root: Path = ROOT) -> str:
-    """What figures/claims.csv should be."""
+    """What figures/paper/claims.csv should be."""
     words = Numbers((root / "docs" / "numbers.toml").read_text("utf-8"), root)
     file = io.StringIO()
     writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
@@ -229,4 +230,4 @@ def written(root: Path = ROOT) -> str:
 
 
 if __name__ == "__main__":
-    (ROOT / "figures" / "claims.csv").write_text(written(), "utf-8")
+    (ROOT / "figures" / "paper" / "claims.csv").write_text(written(), "utf-8")

@@ -338,8 +338,17 @@ class Numbers:
 
 def documents(root: Path = ROOT) -> Iterator[Path]:
     """README.md, the pages of docs/, and the scripts and notebooks with cells of Markdown."""
-    for pattern in ("README.md", "docs/**/*.md", "docs/notebooks/*.ipynb", "analyses/*.py"):
-        yield from (file for file in sorted(root.glob(pattern)) if "_build" not in file.parts)
+    for pattern in (
+        "README.md",
+        "docs/**/*.md",
+        "docs/notebooks/*.ipynb",
+        "analyses/*/*.md",
+        "analyses/*/*.py",
+    ):
+        for file in sorted(root.glob(pattern)):
+            # What is built of these, and pages that include them.
+            if not {"_build", "studies"} & {*file.relative_to(root).parts}:
+                yield file
 
 
 def changes(root: Path = ROOT) -> dict[Path, str]:

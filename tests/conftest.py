@@ -341,16 +341,40 @@ def tiny(request):
     return request.param
 
 
-def script(kind, item, *arguments):
-    """The names of analyses/ITEM.py or figures/ITEM.py, run as the command line does; in this
-    process, so that libraries are loaded once."""
-    folder = Path(__file__).resolve().parents[1] / kind
-    before, path, hook = sys.argv, list(sys.path), sys.excepthook
-    sys.argv, sys.path = [f"{item}.py", *map(str, arguments)], [str(folder), *path]
+def script(page, *arguments):
+    """The names of analyses/PAGE.py, run as the command line does; in this process, so that
+    libraries are loaded once."""
+    file = Path(__file__).resolve().parents[1] / "analyses" / f"{page}.py"
+    before, hook = sys.argv, sys.excepthook
+    sys.argv = [file.name, *map(str, arguments)]
     try:
-        return runpy.run_path(str(folder / f"{item}.py"), run_name="__main__")
+        return runpy.run_path(str(file), run_name="__main__")
     finally:
-        sys.argv, sys.path, sys.excepthook = before, path, hook
+        sys.argv, sys.excepthook = before, hook
+
+
+def redraw(page, *arguments):
+    """Draw the figure of an item from the tables that are there."""
+    with pytest.raises(SystemExit) as ended:
+        script(page, *arguments, "--draw")
+    assert not ended.value.code
+
+
+class Opened(Exception):
+    """An item was opened."""
+
+
+def drawing_of(page):
+    """The function that draws the figure of an item: what its page opens the item with."""
+
+    def opened(*_, draw, **__):
+        raise Opened(draw)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("analyses.lab.items.open_item", opened)
+        with pytest.raises(Opened) as caught:
+            script(page)
+    return caught.value.args[0]
 
 
 def lapa2(line, *more):

@@ -246,7 +246,7 @@ def furnish(folder):
     done(SWEEP.format(home=folder, out=folder / "run"), folder / "log")
     soft_set(folder / "set", load("tiny-llama"), load_task("sentiment"))
     (folder / "claims").mkdir()
-    shutil.copy(ROOT / "figures/quick/tables/alpha.claims.csv", folder / "claims")
+    shutil.copy(ROOT / "figures/paper/quick/tables/alpha.claims.csv", folder / "claims")
     prompts = [f"The {number}th of the\n" for number in range(32)]
     (folder / "prompts.txt").write_text("".join(prompts))
     (folder / "messages.json").write_text('[{"role": "user", "content": "Hello"}]')

@@ -1,4 +1,4 @@
-"""The table of the paper's claims: figures/claims.csv is what docs/write_claims.py makes, and its
+"""The table of the paper's claims: figures/paper/claims.csv is what docs/write_claims.py makes, and its
 statuses follow the rule, by tables made by hand."""
 
 import importlib.util
@@ -165,7 +165,7 @@ def test_a_table_made_by_hand(root):
 @pytest.mark.parametrize(
     ("before", "after", "message"),
     [
-        ('{item = "gain"}', '{item = "loss"}', "no row of figures/quick/tables/verdicts.csv fits {'item': 'loss'}"),
+        ('{item = "gain"}', '{item = "loss"}', "no row of figures/paper/quick/tables/verdicts.csv fits {'item': 'loss'}"),
         ("where = {length = 256}, by", 'by', "2 rows fit {'arm': 'bias', 'method': 'one'}, not one"),
     ],
 )  # fmt: skip
@@ -176,7 +176,7 @@ def test_a_claim_without_its_rows_is_an_error(root, before, after, message):
 
 
 def test_the_committed_table_is_that_of_the_committed_verdicts():
-    assert (ROOT / "figures" / "claims.csv").read_text("utf-8") == table.written()
+    assert (ROOT / "figures" / "paper" / "claims.csv").read_text("utf-8") == table.written()
 
 
 CLAIMED = tomllib.loads((ROOT / "docs" / "claims.toml").read_text("utf-8"))
@@ -184,7 +184,7 @@ CLAIMED = tomllib.loads((ROOT / "docs" / "claims.toml").read_text("utf-8"))
 
 def test_claims_have_one_scorer():
     """So that a page may say it once, and the model."""
-    rows = table.table_of(ROOT / "figures" / "claims.csv")
+    rows = table.table_of(ROOT / "figures" / "paper" / "claims.csv")
     assert {row["scorer"] for row in rows} == {"", "adapter"}
     assert all(
         "SmolLM2-135M" in (row["model"] or "SmolLM2-135M") or row["model"] == "synthetic logits"
@@ -208,7 +208,7 @@ def test_every_verdict_on_the_paper_stands_in_a_claim():
 
 
 def test_kinds_of_prefix_are_those_of_the_runs():
-    for row in table.table_of(ROOT / "figures/quick/tables/prefix_types.csv"):
+    for row in table.table_of(ROOT / "figures/paper/quick/tables/prefix_types.csv"):
         name = f"{row['method']}, {row['task']}"
         if name in CLAIMED["prefixes"] and row["type"] != "none":
             assert CLAIMED["prefixes"][name] == row["type"], name
@@ -223,7 +223,7 @@ def test_lengths_are_those_of_the_runs():
                 )
             )
             for item in {row["item"] for row in table.rows_of(group, ROOT) if "item" in row}:
-                rows = table.table_of(ROOT / f"figures/quick/tables/{item}.csv")
+                rows = table.table_of(ROOT / f"figures/paper/quick/tables/{item}.csv")
                 if "length" in rows[0] and item != "deep":
                     assert lengths <= {row["length"].partition(".")[0] for row in rows}, claim[
                         "claim"

@@ -18,7 +18,8 @@ ROOT = Path(__file__).parent.parent
 MANUALS = [
     ROOT / "README.md",
     *sorted((ROOT / "docs").glob("*.md")),
-    *sorted((ROOT / "docs" / "studies").glob("*.md")),
+    ROOT / "analyses" / "README.md",
+    *sorted((ROOT / "analyses").glob("*/README.md")),
 ]
 PAGES = [*MANUALS, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
 KEEPS_THE_MODEL = "# needs smollm2-135m"
@@ -242,11 +243,10 @@ def test_the_site_leads_to_every_page():
         text for _, language, text in blocks(docs / "index.md") if language == "{toctree}"
     )
     pages = [
-        page
-        for pattern in ("*.md", "studies/*.md", "api/*.md", "notebooks/*.ipynb")
-        for page in docs.glob(pattern)
+        page for pattern in ("*.md", "api/*.md", "notebooks/*.ipynb") for page in docs.glob(pattern)
     ]
     names = [page.relative_to(docs).with_suffix("").as_posix() for page in pages]
+    names += [f"studies/{page.parent.name}" for page in (ROOT / "analyses").glob("*/README.md")]
     assert sorted([*re.findall(r"^[\w/-]+$", listed, re.MULTILINE), "index"]) == sorted(names)
 
 

@@ -88,7 +88,7 @@ def test_names_in_docstrings_and_documents_exist():
 PRONOUNS = {"each", "found", "given", "other", "told", "kept", "whole", "place"}
 """Words that name no thing: no local, loop variable, `as` name, inner function or parameter of a
 private function is called so. Fields, columns and parameters of public functions may be."""
-CLEAN = ("lapa2_interp", "analyses", "figures", "tests", "docs", ".ci")
+CLEAN = ("lapa2_interp", "analyses", "tests", "docs", ".ci")
 """Folders that have none of these names, without an exception."""
 Scope = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 

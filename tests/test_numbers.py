@@ -361,7 +361,7 @@ def test_notebooks_and_their_scripts_have_numbers_in_cells_of_text(root):
         ]
     }
     book = json.dumps(book, indent=1, ensure_ascii=False) + "\n"
-    for name, text in {"analyses/one.py": script, "docs/notebooks/one.ipynb": book}.items():
+    for name, text in {"analyses/study/one.py": script, "docs/notebooks/one.ipynb": book}.items():
         (root / name).parent.mkdir(parents=True)
         (root / name).write_text(text.replace("{0}", wrong).replace("{1}", wrong), "utf-8")
         expected = text.replace("{0}", right).replace("{1}", wrong)
@@ -464,9 +464,9 @@ def test_no_number_of_a_result_stands_without_its_row():
         if name == "README.md":
             text = re.search(r"^## Does LaPA² work\?$(.*?)^## ", text, re.M | re.S)[1]
         bare[name] = bare_numbers(text)
-    for file in (ROOT / "docs" / "studies").glob("*.md"):
+    for file in (ROOT / "analyses").glob("*/README.md"):
         text = re.sub(r"^## Plan$.*?(?=^## |\Z)", "", file.read_text("utf-8"), flags=re.M | re.S)
-        bare[file.name] = bare_numbers(text, claims_only=True)
+        bare[file.parent.name] = bare_numbers(text, claims_only=True)
     for file in writer.documents():  # and an interval on no page at all
         if file.suffix == ".md":
             bare[f"{file.name}, intervals"] = re.findall(BOTH_ENDS, prose(file.read_text("utf-8")))
@@ -485,5 +485,5 @@ def test_numbers_in_sentences_have_words_of_their_rows():
 
 def test_no_line_of_a_document_begins_as_a_comment_of_the_site():
     """MyST leaves out a line that begins with a percent sign."""
-    for file in (ROOT / "docs").rglob("*.md"):
+    for file in (*(ROOT / "docs").rglob("*.md"), *(ROOT / "analyses").glob("*/README.md")):
         assert not re.search("^ *%", file.read_text("utf-8"), re.M), file

@@ -273,12 +273,12 @@ def test_what_the_scripts_import_of_the_package_is_there():
     """Also the Python inside of shell scripts."""
     inside = re.compile(r"^python\b[^\n]*<<\s*'?(\w+)'?\n(.*?)\n\1$", re.DOTALL | re.MULTILINE)
     missing, files = [], {}
-    for folder in ("analyses", "figures", "docs"):
+    for folder in ("analyses", "docs"):
         for file in (ROOT / folder).rglob("*.py"):
             files[file] = [file.read_text("utf-8")]
         for file in (ROOT / folder).rglob("*.sh"):
             files[file] = [code for _, code in inside.findall(file.read_text("utf-8"))]
-    assert files[ROOT / "analyses" / "undecided.sh"]
+    assert files[ROOT / "analyses" / "undecided/run.sh"]
     for file, codes in files.items():
         for node in (node for code in codes for node in ast.walk(ast.parse(code))):
             module = node.module if isinstance(node, ast.ImportFrom) else None
@@ -321,7 +321,7 @@ def test_the_citation_names_this_version():
 @pytest.mark.parametrize("model", ["tiny-gpt2", "planted"])
 def test_the_notebook_runs_on_a_small_model(model, tmp_path, monkeypatch, capsys):
     """`planted` has fewer tokens than a notebook may list."""
-    script = ROOT / "analyses" / "first_look.py"
+    script = ROOT / "analyses" / "notebooks/first_look.py"
     monkeypatch.setenv("LAPA2_MODEL", model)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", [str(script)])
@@ -335,7 +335,7 @@ def test_the_notebook_runs_on_a_small_model(model, tmp_path, monkeypatch, capsys
 
 @pytest.mark.slow
 def test_the_span_question_runs(tmp_path, monkeypatch):
-    script = str(ROOT / "analyses" / "span_question.py")
+    script = str(ROOT / "analyses" / "span/analyse.py")
     options = (
         "--model planted --samples 1 --prompts 2 --perplexity 1 --length 20 --dtype float32"
         " --out out"

@@ -113,7 +113,7 @@ def test_layers_are_rows_and_heads_columns_in_every_map():
     drawn = plots.layer_map(axes, [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]])
     assert drawn.get_array().shape == (2, 3)
     assert (axes.get_xlabel(), axes.get_ylabel()) == ("head", "layer")
-    package = Path(plots.__file__).parent.parent
+    package = Path(plots.__file__).parent
     wrong = [
         f"{file.name}:{node.lineno}"
         for file in package.rglob("*.py")

@@ -21,7 +21,6 @@ PACKAGE = Path(lapa2_interp.__file__).parent
 FILES = [
     *PACKAGE.rglob("*.py"),
     *(PACKAGE.parent / "analyses").rglob("*.py"),
-    *(PACKAGE.parent / "figures").glob("*.py"),
 ]
 
 

@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pandas as pd
 
-from lapa2_interp import plots
-from lapa2_interp.commands import command
-from lapa2_interp import __version__
+from lapa2_interp import __version__, plots
 from lapa2_interp.bias.synthetic import geometric_lengths
+from lapa2_interp.commands import command
 from lapa2_interp.files import atomic_write
 from lapa2_interp.models.machine import n_cores, processor_kind
 from lapa2_interp.runs.run import Run, load_run

@@ -1,11 +1,12 @@
 """The demo's stored texts: long texts for it to read, and an example text of every method. Run it
 again after adding a method.
 
-lapa2 generate --attribute positive --prompt ... --alpha 0 --length 400 --dtype float32 --trace none --out results/long-positive
-python analyses/demo/shipped.py texts results/long-positive results/long-negative      # texts.json
+lapa2 generate --attribute positive --prompt ... --alpha 0 --length 400 --dtype float32 \\
+    --trace none --out results/long-positive
+python analyses/demo/shipped.py texts results/long-positive results/long-negative  # texts.json
 lapa2 sweep analyses/demo/examples.toml --out results/examples
-python analyses/demo/shipped.py examples results/examples                              # examples.json
-"""  # noqa: E501
+python analyses/demo/shipped.py examples results/examples  # examples.json
+"""
 
 from __future__ import annotations
 
@@ -15,10 +16,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from panels import machine
-
-from lapa2_interp.errors import RunError
+from analyses.demo.panels import machine
 from analyses.lab.scripts import ScriptOptions, whole_number
+from lapa2_interp.errors import RunError
 from lapa2_interp.runs.manifest import Manifest
 from lapa2_interp.runs.run import finished_cell, load_run
 

@@ -17,9 +17,9 @@ from analyses.lab.estimates import FRACTIONS, PERPLEXITY_TEXTS, perplexity_sampl
 from analyses.lab.reported import PAPER_METRICS
 from analyses.lab.scripts import DEFAULT_SCORERS
 from analyses.lab.tables import ARM_COLUMNS, ROW_COLUMNS
-from lapa2_interp.commands import command
 from lapa2_interp.attention.tables import branch_name
 from lapa2_interp.attention.trace import join_traces
+from lapa2_interp.commands import command
 from lapa2_interp.errors import NoGridError, RunError, ScoringError, parameter
 from lapa2_interp.models.load import shared_tokenizer
 from lapa2_interp.runs.run import Run, finished_cell

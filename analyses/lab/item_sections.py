@@ -12,6 +12,7 @@ from typing import Any
 
 import pandas as pd
 
+from analyses.lab import ANALYSES
 from analyses.lab.claims import (
     OUR_VERDICTS,
     VERDICTS,
@@ -46,12 +47,27 @@ ITEM_ORDER = (
     "cases",
 )
 """Items of the paper in the order of the page; other items follow by name."""
+OURS = {
+    "heads": "heads/analyse.py",
+    "related": "bases/related.py",
+    "frontier": "frontier/analyse.py",
+    "steering": "steering/analyse.py",
+    "bases": "bases/analyse.py",
+    "long": "long/analyse.py",
+    "deep": "long/deep.py",
+}
+"""Items of ours, with their pages in analyses/; one whose grid lacks a file is left out."""
 VERDICT_MARKS = dict(zip(VERDICTS, "✓✗✓✗≈○–", strict=True))
 POSSIBLE_VERDICTS = {
     "paper": [verdict for verdict in VERDICTS if verdict not in OUR_VERDICTS.values()],
     "ours": [verdict for verdict in VERDICTS if verdict not in OUR_VERDICTS],
 }
 """Possible verdicts on the paper's claims, and on ours."""
+
+
+def page_of(item: str) -> Path:
+    """The script that makes an item."""
+    return ANALYSES / OURS.get(item, f"paper/{item}.py")
 
 
 def item_sections(
@@ -79,7 +95,7 @@ def _item_section(
         except (ValueError, KeyError, TypeError) as error:
             raise RunError(
                 f"{table} is not a table of an item ({type(error).__name__}: {error});"
-                f" analyses/{name}.py makes it again"
+                f" {page_of(name).relative_to(ANALYSES.parent)} makes it again"
             ) from error
     if name == "eval" and not data and not any("no judge" in note for note in notes):
         notes = ["no judge: this run has no stored ratings.", *notes]

@@ -2,16 +2,18 @@
 
 The table has the scores of a run's cells, beside the paper's numbers.
 
-An item is a figure or table of the paper. Its script in `analyses/` opens an `ItemTables` on a run
-folder and scores the cells of the item's grid (scores are stored in RUN/scores, so that no text is
-scored twice). An item's script writes RUN/tables/ITEM.csv, .md and .tex, and tests the claims that
-the paper makes with the item (RUN/tables/ITEM.claims.csv). Scripts in `figures/` draw from those
-tables. Nothing here generates."""
+An item is a figure or table of the paper, or one of ours like it. Its page, a script such as
+`analyses/paper/decay.py`, opens an `ItemTables` on a run folder and scores the cells of the item's
+grid (scores are stored in RUN/scores, so that no text is scored twice). It writes
+RUN/tables/ITEM.csv, .md and .tex, tests the claims that the paper makes with the item
+(RUN/tables/ITEM.claims.csv), and draws the figure from the table. Nothing here generates."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,6 +29,7 @@ from analyses.lab.tables import ARM_COLUMNS, format_item_table, format_step_curv
 from lapa2_interp.attention.tables import pooled, step_table, traced_layer_types
 from lapa2_interp.errors import RunError, parameter
 from lapa2_interp.models.machine import print_if_slow
+from lapa2_interp.plots import Drawing
 from lapa2_interp.runs.run import Run, load_run
 from lapa2_interp.scoring.scorer import expand_scorers
 from lapa2_interp.stats import mean_interval, paired_difference
@@ -44,6 +47,8 @@ class ItemTables(ItemClaims):
         title: The title of its table.
         out: The folder of tables/.
         files: Values of the script's file options, by name.
+        draw: Draws the item's figure from the tables that were written; without a figure it does
+            nothing.
     """
 
     def __init__(
@@ -52,10 +57,12 @@ class ItemTables(ItemClaims):
         title: str,
         out: Path,
         files: Mapping[str, Sequence[Path]] | None = None,
+        draw: Callable[[], None] = lambda: None,
     ) -> None:
         names = tuple(dict.fromkeys(name.rpartition("/")[2] for name in data.grids))
         super().__init__(data.item, names)
         self.files = files or {}
+        self.draw = draw
         self.data, self.title, self.out = data, title, out
         self.run: Run = data.run
 
@@ -181,6 +188,42 @@ def claim_for_arm(text: str, arm: str, arms: Iterable[str]) -> str:
     return f"{text}, {arm}" if len(set(arms) - {"baseline"}) > 1 else text
 
 
+def draw_item(out: Path, item: str, draw: Callable[..., Drawing], drawn: Sequence[str]) -> None:
+    """Draw OUT/tables/ITEM.csv into OUT/figures/ITEM.png and .pdf.
+
+    Args:
+        draw: Makes the figure from the table and the further tables.
+        drawn: Names of further tables of the item, ITEM.NAME.csv.
+
+    Raises:
+        RunError: A table is not there, cannot be read, or is of another version.
+    """
+    files = [
+        out / "tables" / f"{name}.csv" for name in (item, *(f"{item}.{part}" for part in drawn))
+    ]
+    tables = []
+    for file in files:
+        try:
+            tables.append(pd.read_csv(file))
+        except FileNotFoundError:
+            raise RunError(f"{file} is not there; leave out --draw, and it is made") from None
+        except ValueError as error:  # no CSV, or no UTF-8
+            raise RunError(
+                f"cannot read {file} ({str(error)[:80]}); leave out --draw, and it is made again"
+            ) from error
+    try:
+        figure = draw(*tables)
+    except KeyError as error:
+        raise RunError(
+            f"{files[0]} has no column {error}; leave out --draw, and it is made again"
+        ) from error
+    (out / "figures").mkdir(parents=True, exist_ok=True)
+    for ending in ("png", "pdf"):
+        path = out / "figures" / f"{item}.{ending}"
+        figure.savefig(path, metadata={"CreationDate": None} if ending == "pdf" else None)
+        print(path)
+
+
 def open_item(
     item: str,
     title: str,
@@ -188,15 +231,20 @@ def open_item(
     scorers: Sequence[str] = DEFAULT_SCORERS,
     perplexity: int = PERPLEXITY_TEXTS,
     files: Mapping[str, str] | None = None,
+    draw: Callable[..., Drawing] | None = None,
+    drawn: Sequence[str] = (),
 ) -> ItemTables:
-    """Open an item from a script's command line: `python analyses/ITEM.py RUN`. In a notebook, RUN
-    is the environment variable `LAPA2_RUN`.
+    """Open an item from a script's command line: `python analyses/paper/ITEM.py RUN`. In a
+    notebook, RUN is the environment variable `LAPA2_RUN`.
+
+    With --draw, the script ends here: the figure is drawn from the tables that are there.
 
     Args:
         grids: Names of the item's grids, without their folder; by default the item's name. --grids
             replaces them, by names with their folder or without.
         scorers, perplexity: The defaults of --scorers and --perplexity.
         files: Further options of the script that take files: name and help.
+        draw, drawn: See `draw_item`; `draw` is None if the item has no figure.
 
     Raises:
         RunError: RUN is not a run folder, or lacks the item's grid.
@@ -215,8 +263,19 @@ def open_item(
     )
     for name, text in (files or {}).items():
         parser.add_argument(f"--{name}", nargs="+", type=Path, default=(), help=text)
+    if draw is not None:
+        parser.add_argument(
+            "--draw",
+            action="store_true",
+            help="only draw the figure, from the tables that are there",
+        )
     add_scoring(parser, perplexity, scorers)
     options = parser.parse_args()
+    out = options.out or options.run
+    make_figure = partial(draw_item, out, item, draw, drawn) if draw else lambda: None
+    if draw is not None and options.draw:
+        make_figure()
+        sys.exit(0)
     print_if_slow(options.dtype, options.device)
     data = ItemData(
         load_run(options.run),
@@ -228,4 +287,4 @@ def open_item(
         options.dtype,
     )
     paths = {name: tuple(getattr(options, name)) for name in files or {}}
-    return ItemTables(data, title, options.out or options.run, paths)
+    return ItemTables(data, title, out, paths, make_figure)

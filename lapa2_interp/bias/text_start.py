@@ -12,8 +12,8 @@ import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from lapa2_interp.commands import command
 from lapa2_interp.bias.tokens import require_tokenizer
+from lapa2_interp.commands import command
 from lapa2_interp.errors import LayoutError, parameter
 
 if TYPE_CHECKING:

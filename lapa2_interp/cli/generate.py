@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Parameter
 
-from lapa2_interp.commands import command
 from lapa2_interp.cli.options import (
     COMPUTING,
     AugmentationOptions,
@@ -18,6 +17,7 @@ from lapa2_interp.cli.options import (
     given_settings,
 )
 from lapa2_interp.cli.texts import columns
+from lapa2_interp.commands import command
 from lapa2_interp.errors import Lapa2Error, pluralize
 from lapa2_interp.models.machine import Attn
 from lapa2_interp.table_formats import as_text

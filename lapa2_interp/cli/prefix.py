@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_type_hints
 
-from lapa2_interp.commands import command_options
 from lapa2_interp._util.values import read_fields
 from lapa2_interp.cli.functions import Values, command_of, load_task
 from lapa2_interp.cli.texts import settings
+from lapa2_interp.commands import command_options
 from lapa2_interp.prefixes.settings import (
     PrefixAccuracySettings,
     PrefixEvaluationSettings,

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from lapa2_interp.commands import command
 from lapa2_interp._util.terminal import escape_line
 from lapa2_interp.cli.functions import Values, command_of
 from lapa2_interp.cli.options import AsJson, Changes
+from lapa2_interp.commands import command
 from lapa2_interp.errors import RunError, pluralize
 from lapa2_interp.runs.settings import SweepSettings
 

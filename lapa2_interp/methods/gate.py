@@ -13,7 +13,7 @@ again with the first half of its layers, a quarter and so on, while these are tw
 differ:
 
 - `_rank_layers` orders the layers at the first step of each text; `order` is one for a run. Take that
-  of `analyses/layer_order.py`, which ranks in the same way, over prompts that the run does not have.
+  of `analyses/tools/layer_order.py`, which ranks in the same way, over prompts that the run does not have.
 - All attempts are computed at every step; DIRECTER stops at the first that it accepts.
 - DIRECTER keeps no keys of a steered pass. So it is here with `key-scale`, whose phase is
   `predicting_only`; with other phases each branch reads what it steered before, refused or not.
@@ -91,7 +91,7 @@ class Gate(Method):
         if self.order and n != context.n_layers:
             raise MethodError(
                 f"gate: order: has {n} layers, and the model has {context.n_layers}; rank them with"
-                " analyses/layer_order.py"
+                " analyses/tools/layer_order.py"
             )
         return Prepared()
 

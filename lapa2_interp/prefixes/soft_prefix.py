@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 from jaxtyping import Float
 from pydantic import BaseModel, BeforeValidator, ConfigDict
 
-from lapa2_interp.commands import command
 from lapa2_interp._util.parsing import parse_object, read_text
 from lapa2_interp.bias.text_start import AUTO_START, USUAL_START, start_setting
+from lapa2_interp.commands import command
 from lapa2_interp.errors import PrefixError, parameter, validation_message
 from lapa2_interp.files import atomic_write, result_folder, sha256_of, write_json
 from lapa2_interp.models.card import identify

@@ -92,7 +92,7 @@ def alpha_curves(curves: pd.DataFrame) -> Drawing:
     C/(t+D) dotted.
 
     Args:
-        curves: From `propositions.decay_curve_table`.
+        curves: From `propositions.traces.decay_curve_table`.
     """
     figure = new_figure(6.8, 4.0)
     axes = figure.subplots()
@@ -116,7 +116,7 @@ def growth_map(heads: pd.DataFrame) -> Drawing:
     """Layer x head maps of the growth of e_P/e_R in the baseline, and of the heads' kinds.
 
     Args:
-        heads: From `propositions.head_decay_table`.
+        heads: From `propositions.traces.head_decay_table`.
     """
     base = heads[heads["alpha"] == 0]
     growth = base.pivot(index="layer", columns="head", values="growth").to_numpy()
@@ -145,7 +145,7 @@ def predictions(table: pd.DataFrame) -> Drawing:
     """A' by layer: baseline, predicted by the exact law, measured; one panel per alpha.
 
     Args:
-        table: From `propositions.prediction_table`.
+        table: From `propositions.traces.prediction_table`.
     """
     alphas = list(dict.fromkeys(table["alpha"]))
     figure = new_figure(2.2 * len(alphas) + 0.8, 3.2)
@@ -173,7 +173,7 @@ def local_ratios(table: pd.DataFrame, outside: str = "prefix") -> Drawing:
     column per alpha.
 
     Args:
-        table: From `propositions.local_table`.
+        table: From `propositions.traces.local_table`.
         outside: The keys that the denominator leaves out, "prefix" or "prefix and BOS".
     """
     part = table[(table["outside"] == outside) & (table["layer"] != "all")]

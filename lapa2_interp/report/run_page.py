@@ -67,8 +67,12 @@ def write_report(run: Run | str | Path, out: str | Path | None = None) -> Path:
     """
     run = run if isinstance(run, Run) else load_run(run)
     file = run.require_folder() / "report.html" if out is None else Path(out)
-    page = template("run_report.html.j2", TEMPLATES)
-    return write_page(file, lambda: page.render(page_values(run, views_beside(file))))
+    return write_page(file, lambda: run_report(run, views_beside(file)))
+
+
+def run_report(run: Run, views: Sequence[str] = ()) -> str:
+    """The page of a run as one string; `page_values` says of what, and what it raises."""
+    return template("run_report.html.j2", TEMPLATES).render(page_values(run, views))
 
 
 def views_beside(file: Path) -> list[str]:

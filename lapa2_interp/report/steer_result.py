@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from lapa2_interp.commands import command
 from lapa2_interp._util.parsing import parse_object, read_text
 from lapa2_interp._util.same_inputs import check_same_inputs
 from lapa2_interp.bias.augmentation import Augmentation
 from lapa2_interp.circuits.selection import Selection, random_heads
+from lapa2_interp.commands import command
 from lapa2_interp.errors import RunError, TaskError, parameter, pluralize
 from lapa2_interp.files import write_json
 from lapa2_interp.generation.cell import Cell

@@ -18,9 +18,9 @@ from time import perf_counter
 from filelock import Timeout
 from tqdm import tqdm
 
-from lapa2_interp.commands import command
 from lapa2_interp._util.same_inputs import check_same_inputs
 from lapa2_interp._util.terminal import format_bytes, format_duration
+from lapa2_interp.commands import command
 from lapa2_interp.errors import DamagedError, GridError, RunError, parameter, pluralize
 from lapa2_interp.files import (
     TEMPORARY_PREFIX,

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 
 from lapa2_interp import plots
-from lapa2_interp.commands import command
 from lapa2_interp._util.version import __version__
 from lapa2_interp.attention.trace import TracedTexts, join_traces
+from lapa2_interp.commands import command
 from lapa2_interp.errors import (
     DamagedError,
     RunError,

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pandas as pd
 
-from lapa2_interp.commands import command
 from lapa2_interp._util.paths import is_path
 from lapa2_interp._util.settings import takes
 from lapa2_interp._util.values import NotNegative
+from lapa2_interp.commands import command
 from lapa2_interp.errors import ScoringError, parameter, pluralize
 from lapa2_interp.files import cache_folder, holds_only, result_folder, write_text
 from lapa2_interp.models.load import shared_tokenizer

@@ -13,10 +13,10 @@ from typing import Any, get_args
 import numpy as np
 import pandas as pd
 
-from lapa2_interp.commands import command
 from lapa2_interp._util.paths import kind_of, looked_for
 from lapa2_interp.attention.trace import TraceKind
 from lapa2_interp.bias.tokens import decode_answer, decode_continuation, token_texts
+from lapa2_interp.commands import command
 from lapa2_interp.errors import ScoringError, parameter, unknown_choice
 from lapa2_interp.generation.cell import Cell
 from lapa2_interp.models.load import shared_tokenizer

@@ -13,7 +13,7 @@ The attention is causal, so texts of which one begins with the other need one fo
 cut at five lengths costs as much as the longest.
 
 Only adapters and head are on disk. Loading adds B A to the weights, so a forward pass costs no more
-than without adapters. `analyses/train_adapters.py` trains them.
+than without adapters. `analyses/scorers/train_adapters.py` trains them.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ else:  # a value beside names and paths, which the function reads
 class TrainingSettings(Settings):
     """Train a classifier for a task: a linear model on hashed n-grams, in minutes.
 
-    `analyses/train_adapters.py` trains adapters on SmolLM2, in hours. For example
+    `analyses/scorers/train_adapters.py` trains adapters on SmolLM2, in hours. For example
 
         lapa2 scorers train --task sentiment --data imdb --data sst2=3 \\
             --c 1 --test imdb --test sst2 --out results/scorers

@@ -23,9 +23,9 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from lapa2_interp.commands import command
 from lapa2_interp._util.parsing import parse_json, read_text
 from lapa2_interp._util.settings import takes
+from lapa2_interp.commands import command
 from lapa2_interp.errors import DataError, parameter, validation_message
 from lapa2_interp.files import write_text
 from lapa2_interp.tasks.corpora import read_corpus

@@ -257,8 +257,7 @@ def test_tables_and_figure_have_all_lengths_and_measures(tmp_path):
 
 def test_attention_is_told_as_a_multiple_of_equal_scores(monkeypatch):
     """All scores equal: l_pre / (l + 1), BOS being a key, too, for l_pre / l."""
-    monkeypatch.syspath_prepend(ROOT / "analyses")
-    script = import_module("fade_account")
+    script = import_module("analyses.fading.account")
     model = fresh("planted", model_class="TransformersModel")
     with torch.no_grad():
         for layer in facts_of(model).network.model.layers:

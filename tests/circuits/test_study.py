@@ -207,7 +207,7 @@ def test_without_hooks_all_but_the_writes(tmp_path):
 )
 @pytest.mark.long
 def test_notebooks_hold_on_the_planted_model(name, capsys, monkeypatch):
-    script = str(ROOT / "analyses" / f"{name}.py")
+    script = str(ROOT / "analyses" / "notebooks" / f"{name}.py")
     monkeypatch.setenv("LAPA2_MODEL", "planted")
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
     monkeypatch.setattr(plt, "show", plt.close)

@@ -8,10 +8,10 @@ import pandas as pd
 import pytest
 from conftest import change_texts, lapa2, load, run_of
 
+from analyses.lab.data import ItemData
 from lapa2_interp import Augmentation
 from lapa2_interp.methods import load_task
 from lapa2_interp.methods import registry as methods
-from analyses.lab.data import ItemData
 from lapa2_interp.runs.run import load_run
 from lapa2_interp.tasks.task import Task
 

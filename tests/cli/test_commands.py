@@ -9,8 +9,8 @@ import pytest
 from cyclopts import CycloptsError, MissingArgumentError
 
 import lapa2_interp
-from lapa2_interp.commands import command, command_options
 from lapa2_interp.cli.app import app, main
+from lapa2_interp.commands import command, command_options
 from lapa2_interp.runs.run import load_run
 
 PACKAGE = Path(lapa2_interp.__file__).parent

@@ -24,8 +24,6 @@ from lapa2_interp.cli.app import COMMANDS, FAMILIES, app
 from lapa2_interp.cli.functions import arguments_of, command_of, option_type, with_options_of
 from lapa2_interp.errors import Lapa2Error
 from lapa2_interp.generation.settings import CellSettings
-from lapa2_interp.propositions.study import run_proposition_study
-from lapa2_interp.propositions.settings import PropositionSettings
 from lapa2_interp.prefixes.importing import import_into_set
 from lapa2_interp.prefixes.make import make_set, measure_sets
 from lapa2_interp.prefixes.settings import (
@@ -34,6 +32,8 @@ from lapa2_interp.prefixes.settings import (
     PrefixImportSettings,
     PrefixTrainingSettings,
 )
+from lapa2_interp.propositions.settings import PropositionSettings
+from lapa2_interp.propositions.study import run_proposition_study
 from lapa2_interp.report.settings import SteerSettings, ViewSettings
 from lapa2_interp.report.steer import steer
 from lapa2_interp.report.viewer import view
@@ -62,7 +62,7 @@ FUNCTIONS = {
     "score:train": (train_scorer, TrainingSettings),
     "score:answers": (rating_tables, RatingSettings),
     "word_lists:word_lists": (make_word_list, WordListSettings),
-    "paper:propositions": (run_proposition_study, PropositionSettings),
+    "propositions:propositions": (run_proposition_study, PropositionSettings),
     "prefix:train": (make_set, PrefixTrainingSettings),
     "prefix:evaluate": (measure_sets, PrefixEvaluationSettings),
     "prefix:score": (prefix_accuracy, PrefixAccuracySettings),

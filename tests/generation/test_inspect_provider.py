@@ -1,4 +1,4 @@
-"""The provider of Inspect, and the task in analyses/inspect."""
+"""The provider of Inspect, and the task in analyses/instructions."""
 
 import asyncio
 from pathlib import Path
@@ -35,7 +35,7 @@ from lapa2_interp.generation import inspect_provider
 pytestmark = pytest.mark.filterwarnings(  # Inspect's, about what it uses itself
     "ignore::DeprecationWarning", "ignore::pytest.PytestUnraisableExceptionWarning"
 )
-TASK = Path(__file__).parents[2] / "analyses" / "inspect" / "instructions.py"
+TASK = Path(__file__).parents[2] / "analyses" / "instructions" / "inspect_task.py"
 CHAT = [
     {"role": "system", "content": "You are a sailor."},
     {"role": "user", "content": "Who are you?"},

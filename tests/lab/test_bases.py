@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
-from conftest import script
+from conftest import drawing_of, script
 
 from lapa2_interp.cli.app import main
 from lapa2_interp.errors import RunError
@@ -59,7 +59,7 @@ def analysis(tmp_path_factory):
     (folder / "bases.toml").write_text(GRID)
     out = folder / "run"
     assert main(["sweep", str(folder / "bases.toml"), "--out", str(out), "--workers", "1"]) == 0
-    return out, script("analyses", "bases", out)
+    return out, script("bases/analyse", out)
 
 
 @pytest.fixture
@@ -127,7 +127,7 @@ def test_chosen_heads_are_compared_with_omega_at_equal_perplexity(analysis):
 
 
 def test_the_figure_has_a_panel_for_each_part(run):
-    figure = script("figures", "bases", run)["draw"](pd.read_csv(run / "tables" / "bases.csv"))
+    figure = drawing_of("bases/analyse")(pd.read_csv(run / "tables" / "bases.csv"))
     assert [panel.get_title() for panel in figure.axes] == ["(a) sentiment", "(b) sentiment"]
     assert (run / "figures" / "bases.png").is_file()
 
@@ -136,12 +136,12 @@ def test_the_tests_are_by_linear(run, tmp_path):
     """Beside another scorer or alone; without it there are none."""
     run = shutil.copytree(run, tmp_path / "run")
     before = pd.read_csv(run / "tables" / "bases.tests.csv").dropna(subset="p_holm")
-    script("analyses", "bases", run, "--scorers", "accuracy=linear", "echo", "perplexity")
+    script("bases/analyse", run, "--scorers", "accuracy=linear", "echo", "perplexity")
     alone = pd.read_csv(run / "tables" / "bases.tests.csv").dropna(subset="p_holm")
     assert alone["difference"].tolist() == before["difference"].tolist()
     assert len(alone) == 5
     with pytest.raises(RunError, match="the tests are by linear; give --scorers accuracy=linear"):
-        script("analyses", "bases", run, "--scorers", "accuracy=vader", "echo", "perplexity")
+        script("bases/analyse", run, "--scorers", "accuracy=vader", "echo", "perplexity")
 
 
 def test_a_part_that_is_not_finished_has_no_tests(run, tmp_path, capsys):
@@ -150,7 +150,7 @@ def test_a_part_that_is_not_finished_has_no_tests(run, tmp_path, capsys):
     key = next(key for key, cell in load_run(copy).by_key.items()
               if cell.method == "gedi" and cell.active_augmentations)  # fmt: skip
     remove_batches(copy / "cells" / key)
-    script("analyses", "bases", copy)
+    script("bases/analyse", copy)
     assert set(pd.read_csv(copy / "tables" / "bases.tests.csv")["part"]) == {"(a)"}
     said = capsys.readouterr().out
     assert "(b) has no tests: " in said
@@ -158,10 +158,10 @@ def test_a_part_that_is_not_finished_has_no_tests(run, tmp_path, capsys):
 
 
 def test_the_texts_for_reading_are_forty_an_arm_without_a_word_of_a_prefix():
-    """The committed texts of figures/bases/texts.toml, which bans the words of both prefixes."""
+    """The committed texts of analyses/bases/texts.toml, which bans the words of both prefixes."""
     texts = pd.read_csv(ROOT / "figures" / "bases" / "texts.csv")
     assert set(texts.groupby(["method", "arm"]).size()) == {40}
-    cells = load_grid(str(ROOT / "figures" / "bases" / "texts.toml")).cells
+    cells = load_grid(str(ROOT / "analyses" / "bases" / "texts.toml")).cells
     assert {(cell.method, cell.arm) for cell in cells} == set(
         zip(texts["method"], texts["arm"], strict=True)
     )

@@ -1,15 +1,12 @@
-"""analyses/equal_attention.py: the grid's sets and strengths, and comparisons of planted rows."""
+"""analyses/heads/equal_attention.py: the grid's sets and strengths, and comparisons of planted rows."""
 
 from __future__ import annotations
-
-import sys
-from importlib import import_module
-from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import pytest
 
+from analyses.heads import equal_attention as script
 from lapa2_interp._util.parsing import parse_toml
 from lapa2_interp.bias.recipes import parse_recipes
 from lapa2_interp.circuits.contrast_set import ContrastSet
@@ -18,15 +15,7 @@ from lapa2_interp.circuits.selection import select
 from tests.conftest import load
 
 
-@pytest.fixture(scope="module")
-def script():
-    """The script, which imports others by name."""
-    sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "analyses"))
-    yield import_module("equal_attention")
-    sys.path.pop(0)
-
-
-def test_every_set_of_the_grid_gives_the_prefix_the_same_attention(script, monkeypatch):
+def test_every_set_of_the_grid_gives_the_prefix_the_same_attention(monkeypatch):
     monkeypatch.setattr(script, "FAR_DOWN", -0.5)  # of few heads, one that is hidden lacks
     model = load("planted", model_class="TransformersModel")
     card = select(model, "sentiment", heads=2)
@@ -57,7 +46,7 @@ def test_every_set_of_the_grid_gives_the_prefix_the_same_attention(script, monke
     assert len(drawn) > 1
 
 
-def test_sets_are_compared_on_the_same_prompts(script):
+def test_sets_are_compared_on_the_same_prompts():
     rng = np.random.default_rng(0)
     gains = {"no bias": 0, "24 heads": 20, "all heads": 2, "random": -3}
     rows = pd.DataFrame(

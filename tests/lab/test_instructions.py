@@ -4,9 +4,7 @@ table of planted answers."""
 from __future__ import annotations
 
 import json
-import sys
 from importlib import import_module
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,13 +12,13 @@ import pandas as pd
 import pytest
 import torch
 
+from analyses.instructions import analyse as script
+from analyses.instructions import judges
 from lapa2_interp import Layout, generate, load_model
 from lapa2_interp.circuits import span_effect
 from lapa2_interp.errors import DataError
 from lapa2_interp.methods import load_task
 
-sys.path.append(str(Path(__file__).resolve().parents[2] / "analyses"))
-judges, script = import_module("instruction_judges"), import_module("instructions")
 judged, own_words = judges.judged, judges.own_words
 PARTS = script.benchmark()
 FRENCH = (
@@ -255,7 +253,7 @@ def test_ways_are_compared_at_equal_cost():
 
 def test_effects_are_those_of_each_answer_in_its_chat(tmp_path, monkeypatch):
     """The effect of the second answer, read again from the chat's whole beginning as one prompt."""
-    why = import_module("instructions_why")
+    why = import_module("analyses.instructions.why")
     message = "You are a sailor. Speak of the sea."
     scripts = [f"{message}\nWho are you?\nWhat do you like?"]
     for name, text in script.tasks(PARTS["neutral"], 2):
@@ -292,7 +290,7 @@ def test_effects_are_those_of_each_answer_in_its_chat(tmp_path, monkeypatch):
 
 def test_histories_are_exchanged(monkeypatch):
     """Every history is answered without and with the bias, after the earlier answers."""
-    why = import_module("instructions_why")
+    why = import_module("analyses.instructions.why")
     message = next(m["text"] for m in PARTS["message"] if m["kind"] == "persona and topic")
     asked = "\nWho are you?\nWhat do you like?"
     texts = pd.DataFrame(

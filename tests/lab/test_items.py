@@ -7,7 +7,6 @@ writes both again.
 """
 
 import functools
-import importlib
 import io
 import json
 import re
@@ -25,17 +24,10 @@ import numpy as np
 import pandas as pd
 import pytest
 import xarray as xr
-from conftest import script, unpack
+from conftest import drawing_of, redraw, script, unpack
 from scipy.stats import t
 
-from lapa2_interp import load_run
-from lapa2_interp.bias.recipes import RECIPES
-from lapa2_interp.cli.app import main
-from lapa2_interp.errors import RunError, ScoringError
-from lapa2_interp.generation.cell import Cell
-from analyses.lab import tables
-from analyses.lab import reported
-from analyses.lab import output
+from analyses.lab import output, reported, tables
 from analyses.lab.claims import (
     Claim,
     ItemClaims,
@@ -54,6 +46,11 @@ from analyses.lab.items import ItemTables
 from analyses.lab.output import merge_item, write_item
 from analyses.lab.ratings import stored_ratings
 from analyses.lab.tables import ARM_COLUMNS
+from lapa2_interp import load_run
+from lapa2_interp.bias.recipes import RECIPES
+from lapa2_interp.cli.app import main
+from lapa2_interp.errors import RunError, ScoringError
+from lapa2_interp.generation.cell import Cell
 from lapa2_interp.runs import store
 from lapa2_interp.runs.grid import load_grid
 from lapa2_interp.runs.store import Failure, remove_batches, write_listing
@@ -67,39 +64,6 @@ from lapa2_interp.stats import Difference, paired_difference
 ROOT = Path(__file__).resolve().parents[2]
 GOLDEN = ROOT / "tests" / "data" / "golden"
 SCORES = ROOT / "tests" / "data" / "small_run.scores.csv.xz"
-TOOLS = (
-    "attention_or_mlps",
-    "bench",
-    "check_scorers",
-    "circuit_criteria",
-    "equal_attention",
-    "fade_account",
-    "gemma_judge",
-    "growth",
-    "head_paths",
-    "instruction_judges",
-    "instructions",
-    "instructions_why",
-    "labels",
-    "layer_order",
-    "lex_and_accuracy",
-    "naive_bayes",
-    "readers",
-    "recompute",
-    "rivals",
-    "rivals_time",
-    "perplexity_ratios",
-    "same_prompts",
-    "scorers",
-    "second_opinion",
-    "second_scorer",
-    "steering_prompts",
-    "shared_heads",
-    "train_adapters",
-    "undecided",
-    "without_the_matrix",
-)
-"""Scripts of analyses/ that are no item's."""
 ITEMS = sorted({file.name.split(".")[0] for file in GOLDEN.glob("*.csv")})
 MADE = shutil.ignore_patterns("tables", "figures")
 """Left out of copies: with the tables of all items, every claim is judged again."""
@@ -161,19 +125,9 @@ def printed(run):
                 patched.setattr(
                     model, "score", lambda *_: pytest.fail("a score that is not stored")
                 )
-            return script("analyses", item, run) | {"printed": printed.getvalue()}
+            return script(f"paper/{item}", run) | {"printed": printed.getvalue()}
 
     return make
-
-
-def figure(item):
-    """The drawing of a script of figures/."""
-    before = list(sys.path)
-    sys.path.insert(0, str(ROOT / "figures"))
-    try:
-        return runpy.run_path(str(ROOT / "figures" / f"{item}.py"))["draw"]
-    finally:
-        sys.path[:] = before
 
 
 def table(file):
@@ -221,7 +175,7 @@ def test_traces_of_every_head_and_of_two_steps(tmp_path, capsys):
         )
         assert main(["sweep", str(grid), "--out", str(out), "--workers", "1"]) == 0
         for item in ("local_attn", "dilution"):
-            script("analyses", item, out)
+            script(f"paper/{item}", out)
             tables[kind, item] = table(out / "tables" / f"{item}.csv")
     for item in ("local_attn", "dilution"):
         pd.testing.assert_frame_equal(tables["full", item], tables["pooled", item], atol=1e-5)
@@ -242,38 +196,12 @@ def test_every_script_makes_its_golden_table(item, run, printed):
     assert r"\end{table}" in (run / "tables" / f"{item}.tex").read_text("utf-8")
 
 
-def test_the_scripts_are_all_of_reproduce():
-    reproduce = runpy.run_path(str(ROOT / "analyses" / "reproduce.py"))
-    there = {file.stem for file in (ROOT / "analyses").glob("*.py")} - {
-        "reproduce",
-        "heads_grid",
-        "demo",
-        "first_look",
-        "span_question",
-        "control",
-        "who_reads_the_prefix",
-        "what_heads_write",
-        "why_it_fades",
-        "steer_the_heads",
-        "chat",
-        *TOOLS,
-    }
-    assert set(reproduce["ITEMS"]) == there
-    assert set(ITEMS) == there - set(reproduce["EXTRA"])
-    drawn = {file.stem for file in (ROOT / "figures").glob("*.py")} - {"house"}
-    assert drawn == {
-        *FIGURES,
-        "frontier",
-        "steering",
-        "bases",
-        "long",
-        "deep",
-        "rivals",
-        "where",
-        "instructions",
-        "equal_attention",
-        "circuit_criteria",
-    }
+def test_the_pages_are_all_of_reproduce():
+    reproduce = runpy.run_path(str(ROOT / "analyses" / "tools/reproduce.py"))
+    pages = {file.stem for file in (ROOT / "analyses" / "paper").glob("*.py")}
+    assert set(reproduce["ITEMS"]) - set(reproduce["OURS"]) == pages - {"perplexity_ratios"}
+    assert set(ITEMS) == pages - {"perplexity_ratios"}
+    assert all(reproduce["page_of"](item).is_file() for item in reproduce["ITEMS"])
 
 
 def test_numbers_are_those_of_the_raw_texts(run, printed):
@@ -319,7 +247,7 @@ def test_numbers_are_those_of_the_raw_texts(run, printed):
 
 @pytest.mark.parametrize("item", FIGURES)
 def test_figures_are_files_in_two_forms(item, run):
-    script("figures", item, run)
+    redraw(f"paper/{item}", run)
     for ending, start in (("png", b"\x89PNG"), ("pdf", b"%PDF")):
         assert (run / "figures" / f"{item}.{ending}").read_bytes().startswith(start)
 
@@ -343,7 +271,7 @@ def test_the_frontier_is_drawn_of_any_arms(tasks):
         for row in rows
         for step in range(3)
     ]
-    drawing = figure("frontier")(pd.DataFrame(rows), pd.DataFrame(steps))
+    drawing = drawing_of("frontier/analyse")(pd.DataFrame(rows), pd.DataFrame(steps))
     assert len(drawing.axes) == 2 * len(tasks)
     (legend,) = drawing.legends
     assert [entry.get_text() for entry in legend.get_texts()] == [
@@ -354,7 +282,7 @@ def test_the_frontier_is_drawn_of_any_arms(tasks):
 
 def test_every_arm_of_the_head_scopes_has_a_distinct_name():
     """By its heads or layers, whatever the order; heads that are in no set keep the cell's label."""
-    made = runpy.run_path(str(ROOT / "analyses" / "heads_grid.py"))
+    made = runpy.run_path(str(ROOT / "analyses" / "heads/make_grid.py"))
     scope, known = made["scope"], made["named_sets"]()
     cells = {cell.arm: cell for cell in load_grid("quick/heads", check=False).cells}
     names = [scope(cell, known) for cell in cells.values()]
@@ -371,13 +299,6 @@ def test_every_arm_of_the_head_scopes_has_a_distinct_name():
     assert made["named_sets"](ROOT / "no.json") == {}
 
 
-@pytest.mark.long
-def test_a_figure_alone_makes_its_table_first(run, tmp_path, capsys):
-    script("figures", "dilution", run, "--out", tmp_path)
-    assert (tmp_path / "tables" / "dilution.csv").is_file()
-    assert f"{tmp_path}/figures/dilution.png" in capsys.readouterr().out
-
-
 def drawn(axes):
     """What every line of a panel shows: (x, y). Lines of a legend alone have no points."""
     lines = [(list(line.get_xdata()), list(line.get_ydata())) for line in axes.lines]
@@ -388,7 +309,7 @@ def test_plotted_data_are_the_tables(run):
     decay = table(GOLDEN / "decay.csv")
     shown = decay[(decay["metric"] == "acc") & (decay["attribute"] == "all")]
     for panel, (_, part) in zip(
-        figure("decay")(decay).axes, shown.groupby("task", sort=False), strict=True
+        drawing_of("paper/decay")(decay).axes, shown.groupby("task", sort=False), strict=True
     ):
         lines = [
             (x["length"].tolist(), x["mean"].tolist())
@@ -397,7 +318,7 @@ def test_plotted_data_are_the_tables(run):
         assert drawn(panel) == lines
     steps = table(GOLDEN / "augmentation.csv")
     for panel, (_, part) in zip(
-        figure("augmentation")(steps).axes, steps.groupby("task", sort=False), strict=True
+        drawing_of("paper/augmentation")(steps).axes, steps.groupby("task", sort=False), strict=True
     ):
         groups = part.groupby(["method", "arm"], sort=False)
         assert drawn(panel) == [(x["step"].tolist(), x["mean"].tolist()) for _, x in groups]
@@ -406,7 +327,7 @@ def test_plotted_data_are_the_tables(run):
     groups = [
         x for _, part in first.groupby("k", sort=False) for _, x in part.groupby("arm", sort=False)
     ]
-    assert drawn(figure("local_attn")(local).axes[0]) == [
+    assert drawn(drawing_of("paper/local_attn")(local).axes[0]) == [
         (x["step"].tolist(), x["mean"].tolist()) for x in groups
     ]
     dilution, fits = table(GOLDEN / "dilution.csv"), table(GOLDEN / "dilution.fits.csv")
@@ -415,13 +336,16 @@ def test_plotted_data_are_the_tables(run):
         & (dilution["task"] == "sentiment")
         & (dilution["method"] == "prefix")
     ]
-    measured, fitted = drawn(figure("dilution")(dilution, fits).axes[0])[:2]
+    measured, fitted = drawn(drawing_of("paper/dilution")(dilution, fits).axes[0])[:2]
     assert measured == (curve["step"].tolist(), curve["mean"].tolist())
     c, d = fits[["C", "D"]].iloc[0]
     np.testing.assert_allclose(fitted[1], c / (curve["step"] + d))
     alpha = table(GOLDEN / "alpha.csv")
     part = alpha[(alpha["method"] == "prefix") & (alpha["attribute"] == "all")].sort_values("alpha")
-    control, fluency = figure("alpha")(alpha).axes[0], figure("alpha")(alpha).axes[3]
+    control, fluency = (
+        drawing_of("paper/alpha")(alpha).axes[0],
+        drawing_of("paper/alpha")(alpha).axes[3],
+    )
     assert drawn(control)[0][1] == part[part["metric"] == "acc"]["mean"].tolist()
     assert fluency.lines[0].get_ydata().tolist() == part[part["metric"] == "ppl"]["mean"].tolist()
 
@@ -447,9 +371,9 @@ def test_ratings_are_read_and_never_made(run, tmp_path):
     pd.DataFrame([answers | {"annotator": "A", "metric": "relevance", "rating": 5.0}]).to_csv(
         copy / "human" / "answers.csv"
     )
-    made = script("analyses", "eval", copy)["table"].set_index(
-        ["rater", "method", "arm", "criterion"]
-    )["mean"]
+    made = script("paper/eval", copy)["table"].set_index(["rater", "method", "arm", "criterion"])[
+        "mean"
+    ]
     assert made["judge (m)", "prefix", "baseline", "relevance"] == 3
     assert made["judge (m)", "prefix", "alpha 0.5 paper", "fluency"] == pytest.approx(5)
     assert made["people", "air-decoding", "alpha 0.5 paper", "relevance"] == 5
@@ -461,22 +385,22 @@ def test_ratings_are_read_and_never_made(run, tmp_path):
     ]  # fluency is one point off
     assert claims["verdict"].iloc[0] == "inconclusive", "sign flips of few prompts have no small p"
     assert set(claims["verdict"][~by_judge]) == {"missing"}  # people rated no baseline
-    script("figures", "eval", copy)
+    redraw("paper/eval", copy)
     ratings = table(copy / "tables" / "eval.csv")
     two = pd.concat([ratings.assign(variant=""), ratings.assign(variant="prefixes=mle")])
-    drawing = figure("eval")(two)
+    drawing = drawing_of("paper/eval")(two)
     bars = [tick.get_text() for tick in drawing.axes[0].get_xticklabels()]
     assert any(bar.endswith("prefixes=mle\nrelevance") for bar in bars)
     assert len(bars) == len(set(bars)) == 4
     more = pd.concat([ratings.assign(arm=arm).drop_duplicates("criterion") for arm in "abcd"])
-    bars = sorted(figure("eval")(more).axes[0].patches, key=lambda bar: bar.get_x())
+    bars = sorted(drawing_of("paper/eval")(more).axes[0].patches, key=lambda bar: bar.get_x())
     assert all(
         one.get_x() + one.get_width() <= two.get_x() + 1e-9 for one, two in pairwise(bars)
     ), "bars of four arms do not overlap"
     third = pd.DataFrame(rows).assign(arm=lambda x: x["arm"].replace("baseline", "alpha 1 paper"))
     both = pd.concat([pd.DataFrame(rows), third]).drop_duplicates()
     both.to_parquet(copy / "judge" / "scores.parquet")
-    script("analyses", "eval", copy)
+    script("paper/eval", copy)
     claims = table(copy / "tables" / "eval.claims.csv")["claim"]
     assert claims.is_unique
     assert claims.str.endswith(", alpha 1 paper").sum() == 2
@@ -512,7 +436,7 @@ def test_missing_cells_are_gaps_that_the_table_shows(run, tmp_path):
     assert full.sum() == half.sum() == 1
     for key in gone:
         remove_batches(copy / "cells" / key)
-    made = script("analyses", "scaling", copy, "--scorers", *QUICK)["table"]
+    made = script("paper/scaling", copy, "--scorers", *QUICK)["table"]
     gaps = made[made["state"] != "finished"]
     assert gaps[["method", "arm", "attribute", "state"]].to_numpy().tolist() == [
         ["prefix", "alpha 0.5 paper, law linear", "all", "incomplete and missing"],
@@ -539,7 +463,7 @@ def mine(run, tmp_path):
         cells = cells[np.all([cells[name].isin(values) for name, values in wanted.items()], axis=0)]
         grids = opened.listing.grids | {"mine": tuple(cells["key"])}
         write_listing(copy, opened.listing.model_copy(update={"grids": grids}))
-        script("analyses", item, copy, "--grids", "mine", "--scorers", *QUICK)
+        script(f"paper/{item}", copy, "--grids", "mine", "--scorers", *QUICK)
         return table(copy / "tables" / f"{item}.claims.csv")
 
     return ask
@@ -586,7 +510,7 @@ def test_a_grid_may_lack_arms_or_have_others(mine):
 @pytest.mark.parametrize("item", ["hard_prefix_robustness", "cases"])
 def test_a_run_with_nothing_finished_makes_an_empty_table(item, run, tmp_path):
     nothing = shutil.ignore_patterns("000.*", "tables", "scores")
-    script("analyses", item, shutil.copytree(run, tmp_path / "new", ignore=nothing))
+    script(f"paper/{item}", shutil.copytree(run, tmp_path / "new", ignore=nothing))
     assert (tmp_path / "new" / "tables" / f"{item}.md").is_file()
 
 
@@ -594,84 +518,63 @@ def test_an_item_whose_grid_is_not_there_says_what_to_do(run):
     with pytest.raises(
         RunError, match=r"no grid 'related'.*Read one of these.*lapa2 sweep quick/related --out"
     ):
-        script("analyses", "related", run)
-
-
-@pytest.mark.long
-def test_what_a_user_can_mend_is_one_line(run, tmp_path, capfd, monkeypatch):
-    """A figure makes its table first, in another process: the line is that script's."""
-    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
-    with pytest.raises(SystemExit) as ended:
-        script("figures", "alpha", run.parent, "--out", tmp_path)
-    assert ended.value.code == 2
-    (line,) = capfd.readouterr().err.splitlines()
-    assert line.startswith(f"error: {run.parent} is not a run")
+        script("bases/related", run)
 
 
 @pytest.mark.parametrize(
-    ("kind", "line", "message"),
+    ("line", "message"),
     [
         (
-            "analyses",
-            "decay RUN --scorrers accuracy",
+            "paper/decay RUN --scorrers accuracy",
             r"unknown option '--scorrers'; allowed: .*did you mean '--scorers'\?",
         ),
         (
-            "analyses",
-            "decay RUN --scorers acuracy",
+            "paper/decay RUN --scorers acuracy",
             r"unknown scorer 'acuracy'; allowed: .*did you mean 'accuracy'\?",
         ),
         (
-            "analyses",
-            "decay RUN --perplexity 0",
+            "paper/decay RUN --perplexity 0",
             "--perplexity: takes a whole number, at least 1; found '0'",
         ),
-        ("analyses", "decay RUN again", "there is no place for 'again'"),
+        ("paper/decay RUN again", "there is no place for 'again'"),
         (
-            "figures",
-            "decay RUN --outt x",
-            "unknown option '--outt'; allowed: --help, --out; did you mean '--out'",
+            "paper/decay RUN --outt x",
+            "unknown option '--outt'; allowed: .*did you mean '--out'",
         ),
-        ("analyses", "span_question --sample 3", "did you mean '--samples'"),
+        ("span/analyse --sample 3", "did you mean '--samples'"),
         (
-            "analyses",
-            "span_question --samples 0",
+            "span/analyse --samples 0",
             "--samples: takes a whole number, at least 1; found '0'",
         ),
         (
-            "analyses",
-            "span_question --samples 1.5",
+            "span/analyse --samples 1.5",
             "--samples: takes a whole number, at least 1; found '1.5'",
         ),
         (
-            "analyses",
-            "span_question --prompts 16",
+            "span/analyse --prompts 16",
             "--prompts: takes a whole number, 2 to 15; found '16'",
         ),
         (
-            "analyses",
-            "span_question --perplexity 0",
+            "span/analyse --perplexity 0",
             "--perplexity: takes a whole number, at least 1",
         ),
-        ("analyses", "span_question --length -1", "--length: takes a whole number, at least 1"),
-        ("analyses", "span_question --dtype float23", "--dtype: invalid choice: 'float23'"),
-        ("analyses", "reproduce --itms decay", "did you mean '--items'"),
-        ("analyses", "reproduce --scorers acuracy", "unknown scorer 'acuracy'"),
-        ("analyses", "reproduce --workers 0", "--workers: takes a whole number"),
-        ("analyses", "reproduce --no-sweep --grids quick/alpha", "--grids belongs to a sweep"),
-        ("analyses", "reproduce --no-sweep --engine local", "--engine belongs to a sweep"),
-        ("analyses", "chat --lenght 1000", "did you mean '--length'"),
-        ("analyses", "chat --chats 20", "--chats: takes a whole number, 1 to 12; found '20'"),
-        ("analyses", "chat --length 3", "--length: takes a whole number, at least 4; found '3'"),
+        ("span/analyse --length -1", "--length: takes a whole number, at least 1"),
+        ("span/analyse --dtype float23", "--dtype: invalid choice: 'float23'"),
+        ("tools/reproduce --itms decay", "did you mean '--items'"),
+        ("tools/reproduce --scorers acuracy", "unknown scorer 'acuracy'"),
+        ("tools/reproduce --workers 0", "--workers: takes a whole number"),
+        ("tools/reproduce --no-sweep --grids quick/alpha", "--grids belongs to a sweep"),
+        ("tools/reproduce --no-sweep --engine local", "--engine belongs to a sweep"),
+        ("chat/analyse --lenght 1000", "did you mean '--length'"),
+        ("chat/analyse --chats 20", "--chats: takes a whole number, 1 to 12; found '20'"),
+        ("chat/analyse --length 3", "--length: takes a whole number, at least 4; found '3'"),
     ],
 )
-def test_a_scripts_bad_option_is_one_line_and_exit_code_2(
-    run, capsys, monkeypatch, kind, line, message
-):
+def test_a_scripts_bad_option_is_one_line_and_exit_code_2(run, capsys, monkeypatch, line, message):
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # a script puts its own there
     item, *arguments = line.replace("RUN", str(run)).split()
     with pytest.raises(SystemExit) as caught:
-        script(kind, item, *arguments)
+        script(item, *arguments)
     assert caught.value.code == 2
     printed = capsys.readouterr()
     assert printed.out == ""
@@ -684,9 +587,9 @@ def test_reproduce_hands_on_what_it_is_asked(run, tmp_path, monkeypatch, capsys)
     traceback."""
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
     reports = []
-    page = importlib.import_module("lapa2_interp.report.run_page")
     monkeypatch.setattr(
-        page, "write_report", lambda *arguments: reports.append(arguments) or SCORES
+        "analyses.lab.gallery_page.write_gallery_report",
+        lambda *arguments: reports.append(arguments) or SCORES,
     )
     copy = shutil.copytree(run, tmp_path / "copy", ignore=MADE)
     asked = [
@@ -701,10 +604,12 @@ def test_reproduce_hands_on_what_it_is_asked(run, tmp_path, monkeypatch, capsys)
         "perplexity",
     ]
     with pytest.raises(SystemExit) as caught:
-        script("analyses", "reproduce", *asked)
+        script("tools/reproduce", *asked)
     assert caught.value.code == 1
     printed = capsys.readouterr()
-    assert "analyses/decay.py failed:\nerror: decay needs a scorer for accuracy" in printed.err
+    assert (
+        "analyses/paper/decay.py failed:\nerror: decay needs a scorer for accuracy" in printed.err
+    )
     assert "Traceback" not in printed.err
     assert len(reports) == 1
 
@@ -733,7 +638,7 @@ def test_a_sweep_that_fails_is_no_success_and_a_refused_one_is_not_scored(
     ):
         answers = [answer]
         with pytest.raises(SystemExit) as caught:
-            script("analyses", "reproduce", "--out", copy, "--items", "long")
+            script("tools/reproduce", "--out", copy, "--items", "long")
         assert caught.value.code == code
         assert ("left out" in capsys.readouterr().out) == goes_on
 
@@ -753,8 +658,7 @@ def test_a_scale_is_made_in_pieces(run, tmp_path, monkeypatch, capsys):
     """What this run has no grid for is left out, and comes from the results beside it; what it
     makes takes the place of theirs, but for what an item of several grids shows of the others."""
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
-    page = importlib.import_module("lapa2_interp.report.run_page")
-    monkeypatch.setattr(page, "write_report", lambda *arguments: SCORES)
+    monkeypatch.setattr("analyses.lab.gallery_page.write_gallery_report", lambda *_: SCORES)
     copy = shutil.copytree(run, tmp_path / "copy", ignore=MADE)
     beside = tmp_path / "beside"
     (beside / "tables").mkdir(parents=True)
@@ -774,7 +678,7 @@ def test_a_scale_is_made_in_pieces(run, tmp_path, monkeypatch, capsys):
     items = ["decay", "long", "prefix_types"]
     asked = ["--no-sweep", "--out", copy, "--items", *items, "--beside", beside]
     with pytest.raises(SystemExit) as caught:
-        script("analyses", "reproduce", *asked)
+        script("tools/reproduce", *asked)
     assert caught.value.code == 0
     assert "left out, as the run has no grid of theirs: long" in capsys.readouterr().out
     claims = read_claims(copy / "tables" / "verdicts.csv")
@@ -790,16 +694,16 @@ def test_a_scale_is_made_in_pieces(run, tmp_path, monkeypatch, capsys):
     (beside / "tables" / "layers.claims.csv").write_text(newer)
     (beside / "tables" / "decay.md").write_text("old")
     with pytest.raises(SystemExit):
-        script("analyses", "reproduce", *asked)
+        script("tools/reproduce", *asked)
     assert (copy / "tables" / "layers.claims.csv").read_text() == newer, "a newer one is taken"
     assert (copy / "tables" / "decay.md").read_text().startswith("### Accuracy"), "its own stays"
     (beside / "results.json").write_text("{}")
     with pytest.raises(RunError, match="results.json cannot be read: .*make gallery"):
-        script("analyses", "reproduce", *asked)
+        script("tools/reproduce", *asked)
     (beside / "results.json").unlink()
     (beside / "tables" / "layers.claims.csv").write_text("item\nlayers\n")
     with pytest.raises(RunError, match="layers.claims.csv is not a table of claims of this"):
-        script("analyses", "reproduce", *asked)
+        script("tools/reproduce", *asked)
 
 
 def test_an_item_joined_from_two_runs_is_the_item_made_at_once(tmp_path):
@@ -853,8 +757,8 @@ def test_a_damaged_table_says_how_it_is_mended(run, tmp_path):
         (b"metric\nacc\n", r"decay\.csv has no column .*"),
     ):
         (tmp_path / "tables" / "decay.csv").write_bytes(damage)
-        with pytest.raises(RunError, match=message + "; delete it, and it is made again"):
-            script("figures", "decay", run, "--out", tmp_path)
+        with pytest.raises(RunError, match=message + "; leave out --draw, and it is made again"):
+            redraw("paper/decay", run, "--out", tmp_path)
 
 
 # --- the paper's numbers
@@ -1050,7 +954,7 @@ def test_what_we_expect_is_no_claim_of_the_paper(tmp_path):
     same = noted((0.2, 0.4, 0.6), margin=1.5, expected="same", whose="ours")
     assert same["verdict"].item() == "as expected"
     assert deciding_p_values(same)["p"].item() == same["p_within"].item()
-    reproduce = runpy.run_path(str(ROOT / "analyses" / "reproduce.py"))
+    reproduce = runpy.run_path(str(ROOT / "analyses" / "tools/reproduce.py"))
     for item, table in (("half", paper), ("heads", ours)):
         table.assign(item=item).to_csv(tmp_path / f"{item}.claims.csv", index=False)
     assert len(unique_comparisons(reproduce["collect_verdicts"](tmp_path))) == 6
@@ -1284,9 +1188,7 @@ def test_attention_stands_beside_the_arm_of_its_variant(monkeypatch):
     fake = Fake()
     fake.data = fake
     fake.cells = cells
-    monkeypatch.setattr(
-        "analyses.lab.items.pooled", lambda mass, name: np.full((1, 2, 3), mass)
-    )
+    monkeypatch.setattr("analyses.lab.items.pooled", lambda mass, name: np.full((1, 2, 3), mass))
     first_variants = made[made["variant"] != "v2"]
     _, shown = ItemTables.table_with_attention(fake, cells, first_variants, {"prefix": "attention"})
     assert shown["attention"].tolist() == ["0.250 [0.250, 0.250]", "0.500 [0.500, 0.500]", ""]
@@ -1460,13 +1362,11 @@ def test_a_notebook_executes(run, tmp_path, monkeypatch):
     import nbclient
 
     monkeypatch.setenv("LAPA2_RUN", str(run))
-    for file in (ROOT / "analyses").glob("*.py"):
-        if file.stem not in ("reproduce", "demo", "heads_grid", *TOOLS):
-            assert [cell.cell_type for cell in jupytext.read(file).cells][:2] == [
-                "markdown",
-                "code",
-            ], file
-    book = jupytext.read(ROOT / "analyses" / "decay.py")
+    for file in (ROOT / "analyses" / "paper").glob("*.py"):
+        if file.stem != "perplexity_ratios":
+            kinds = [cell.cell_type for cell in jupytext.read(file).cells][:2]
+            assert kinds == ["markdown", "code"], file
+    book = jupytext.read(ROOT / "analyses" / "paper/decay.py")
     nbclient.NotebookClient(
         book, timeout=120, resources={"metadata": {"path": str(tmp_path)}}
     ).execute()
@@ -1482,7 +1382,7 @@ def make_tables(out, known=SCORES, asked=()):
     with tempfile.TemporaryDirectory() as folder:
         stored = stored_run(Path(folder), known)
         for item in ITEMS:
-            script("analyses", item, stored)
+            script(f"paper/{item}", stored)
             for made in (stored / "tables").glob(f"{item}.*csv"):
                 shutil.copy(made, out)
         with ScoreCache(stored / "scores") as scores:

@@ -1,4 +1,4 @@
-"""analyses/lex_and_accuracy.py: control on given texts, and its order beside that of accuracy."""
+"""analyses/lex_and_accuracy/analyse.py: control on given texts, and its order beside that of accuracy."""
 
 from hashlib import sha256
 from pathlib import Path
@@ -48,8 +48,7 @@ def made(tmp_path_factory):
                 rows.append(row | {"acc": 50.0 + sign * 10 * i + rng.normal()})
     texts = pd.DataFrame(rows)
     texts.to_parquet(folder / "texts.parquet")
-    script(
-        "analyses", "lex_and_accuracy", folder / "grid.toml", "--texts", folder / "texts.parquet",
+    script("lex_and_accuracy/analyse", folder / "grid.toml", "--texts", folder / "texts.parquet",
         "--n", 8, "--tokens", 4, "--out", folder,
     )  # fmt: skip
     return folder, texts
@@ -102,8 +101,7 @@ def test_what_was_read_is_not_read_again(made, monkeypatch):
     folder, _ = made
     before = {file: file.read_bytes() for file in folder.glob("*.csv")}
     monkeypatch.setattr("lapa2_interp.load_model", None)
-    script(
-        "analyses", "lex_and_accuracy", folder / "grid.toml", "--texts", folder / "texts.parquet",
+    script("lex_and_accuracy/analyse", folder / "grid.toml", "--texts", folder / "texts.parquet",
         "--n", 8, "--tokens", 4, "--out", folder,
     )  # fmt: skip
     assert {file: file.read_bytes() for file in folder.glob("*.csv")} == before

@@ -3,9 +3,9 @@
 import numpy as np
 import pandas as pd
 import pytest
+from conftest import script
 from scipy.stats import t as student
 
-from lapa2_interp.cli.app import main
 from analyses.lab.claims import ItemClaims
 from analyses.lab.power import (
     detectable_differences,
@@ -14,6 +14,7 @@ from analyses.lab.power import (
     sample_plans,
     summarize_power,
 )
+from lapa2_interp.errors import DataError, RunError
 from lapa2_interp.runs.grid import load_grid
 from lapa2_interp.stats import Difference
 
@@ -202,28 +203,26 @@ def test_grids_say_what_they_tell(grid):
     assert detectable_differences(grid) == f"acc {of_acc:.1f}, tox {of_tox:.1f}"
 
 
-def test_the_command_says_what_will_be_decided(tmp_path, capsys):
+def test_the_script_says_what_will_be_decided(tmp_path, capsys):
     (tmp_path / "mine.toml").write_text(GRID)
     (tmp_path / "tables").mkdir()
-    arguments = ["power", str(tmp_path / "mine.toml"), "--claims", str(tmp_path)]
-    assert main(["power", "--claims", str(tmp_path)]) == 2
-    assert "name a grid" in capsys.readouterr().err
-    assert main(arguments) == 2
-    assert "has no ITEM.claims.csv; `python analyses/ITEM.py RUN`" in capsys.readouterr().err
+    arguments = [tmp_path / "mine.toml", "--claims", tmp_path]
+    with pytest.raises(DataError, match="has no ITEM.claims.csv; `python analyses/paper/ITEM.py"):
+        script("tools/power", *arguments)
     claims((30.0, 1.5, 0.6), (0.0, 9.0, 0.6)).to_csv(
         tmp_path / "tables" / "item.claims.csv", index=False
     )
-    assert main([*arguments, "--out", str(tmp_path / "power.csv")]) == 0
+    script("tools/power", *arguments, "--out", tmp_path / "power.csv")
     printed = capsys.readouterr().out
     assert "of 2 claims about 1 will be decided" in printed
     older = pd.read_csv(tmp_path / "tables" / "item.claims.csv").drop(columns="raw")
     (tmp_path / "older").mkdir()
     older.to_csv(tmp_path / "older" / "item.claims.csv", index=False)
-    assert main([*arguments[:-1], str(tmp_path / "older")]) == 2
-    said = capsys.readouterr().err
-    assert "not a table of claims of this version (no column raw); the item's script" in said
+    with pytest.raises(RunError, match="not a table of claims of this version .no column raw"):
+        script("tools/power", *arguments[:-1], tmp_path / "older")
     table = pd.read_csv(tmp_path / "power.csv")
     assert table["decided"].tolist()[0] == pytest.approx(1, abs=1e-6)
     assert set(table["grid"]) == {"mine"}
-    assert main([*arguments, "--set", "prompts=2"]) == 0
+    capsys.readouterr()
+    script("tools/power", *arguments, "--set", "prompts=2")
     assert " 2 " in capsys.readouterr().out.splitlines()[2]

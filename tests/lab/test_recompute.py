@@ -1,4 +1,4 @@
-"""analyses/recompute.py: headlines are what their labels say, and a changed label is seen."""
+"""analyses/tools/recompute.py: headlines are what their labels say, and a changed label is seen."""
 
 import importlib.util
 import shutil
@@ -15,7 +15,9 @@ QUICK = ("fade", "causes", "labels", "order")
 @pytest.fixture
 def recompute(monkeypatch):
     """The script as a module of its own, with nothing read."""
-    spec = importlib.util.spec_from_file_location("recompute", ROOT / "analyses" / "recompute.py")
+    spec = importlib.util.spec_from_file_location(
+        "recompute", ROOT / "analyses" / "tools/recompute.py"
+    )
     module = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, "recompute", module)
     spec.loader.exec_module(module)

@@ -1,6 +1,5 @@
-"""analyses/readers.py and rivals.py: hidden words, agreement, the judge's perplexity, families."""
+"""analyses/rivals/readers.py and rivals.py: hidden words, agreement, the judge's perplexity, families."""
 
-import importlib.util
 import sys
 from itertools import pairwise
 from pathlib import Path
@@ -21,17 +20,8 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 WRITTEN = [("The lake", " is calm."), ("I saw", " two old friends by the sea"), ("A", " b")]
 
 
-@pytest.fixture(autouse=True)
-def scripts(monkeypatch):
-    """The scripts import each other by name."""
-    monkeypatch.syspath_prepend(ROOT / "analyses")
-    yield
-    for name in ("readers", "rivals", "labels", "naive_bayes"):
-        sys.modules.pop(name, None)
-
-
 def test_words_of_prefixes_are_hidden_with_their_inflections():
-    from readers import hidden_words
+    from analyses.rivals.readers import hidden_words
 
     def hide(task, text):
         return hidden_words(task).sub("...", text)
@@ -46,7 +36,7 @@ def test_words_of_prefixes_are_hidden_with_their_inflections():
 
 
 def test_agreement_counts_texts_on_which_both_readers_are_sure():
-    from readers import agreement
+    from analyses.rivals.readers import agreement
 
     table = pd.DataFrame(
         {
@@ -74,7 +64,7 @@ def test_agreement_counts_texts_on_which_both_readers_are_sure():
 
 def test_the_judge_reads_continuations_after_their_prompts(tmp_path, monkeypatch):
     """Token by token in float64; what is known is not read again."""
-    import rivals
+    from analyses.rivals import analyse as rivals
 
     network, tokenizer, _ = load_transformers("tiny-llama", "float64")
     texts = pd.DataFrame(WRITTEN, columns=["prompt", "continuation"])
@@ -95,7 +85,7 @@ def test_the_judge_reads_continuations_after_their_prompts(tmp_path, monkeypatch
 
 
 def test_arms_are_named_after_the_way_and_its_strength():
-    import rivals
+    from analyses.rivals import analyse as rivals
 
     def cell(method="prefix", augmentation="none", **settings):
         asked = {"prompts": "The lake", "attribute": "positive", "length": 12}
@@ -126,7 +116,7 @@ def test_arms_are_named_after_the_way_and_its_strength():
 
 
 def test_two_arms_of_one_name_are_refused():
-    import rivals
+    from analyses.rivals import analyse as rivals
 
     asked = {"prompts": "The lake", "attribute": "positive", "length": 12}
     methods = ("prefix", {"name": "gate", "beta": 0.4}, {"name": "gate", "beta": 0.5})
@@ -140,7 +130,7 @@ def test_two_arms_of_one_name_are_refused():
 
 
 def test_a_methods_own_strength_is_a_family():
-    import rivals
+    from analyses.rivals import analyse as rivals
 
     asked = {"prompts": "The lake", "attribute": "positive", "length": 12, "method": "air-decoding"}
     plain, stronger, biased = (
@@ -156,7 +146,7 @@ def test_a_methods_own_strength_is_a_family():
 
 
 def test_arms_with_unlike_prefixes_are_refused():
-    import rivals
+    from analyses.rivals import analyse as rivals
 
     asked = {"prompts": "The lake", "attribute": "world", "length": 12, "task": "topic"}
     methods = ("prefix", {"name": "caa", "with_prefix": True})
@@ -166,7 +156,7 @@ def test_arms_with_unlike_prefixes_are_refused():
 
 
 def test_times_are_multiples_of_no_bias_in_the_same_turn():
-    import rivals_time
+    from analyses.rivals import measure_time as rivals_time
 
     arms = pd.MultiIndex.from_tuples([("baseline", 0.0), ("guidance", 1.0)], names=rivals_time.ARM)
     seconds = pd.DataFrame([[1.0, 2.0], [2.0, 3.0], [4.0, 20.0]], columns=arms)
@@ -200,7 +190,7 @@ def test_times_are_multiples_of_no_bias_in_the_same_turn():
 
 def test_tables_are_those_of_a_run(tmp_path, monkeypatch):
     """From a grid to arms.csv: bits by the judge, and by the model that wrote."""
-    import rivals
+    from analyses.rivals import analyse as rivals
 
     asked = {"attribute": "positive", "length": 14, "model_class": "TransformersModel"}
     run = generate(
@@ -234,7 +224,7 @@ def test_tables_are_those_of_a_run(tmp_path, monkeypatch):
 def test_layers_are_ordered_by_what_steering_changes(monkeypatch):
     """A layer below the steered one keeps its numbers, the steered one its input; without steering
     all rows are those of the model."""
-    import layer_order
+    from analyses.tools import layer_order
 
     network, tokenizer, _ = load_transformers("tiny-llama", "float64")
     layout = Layout.of(tokenizer, "Very positive:", " The lake")
@@ -272,7 +262,7 @@ def test_layers_are_ordered_by_what_steering_changes(monkeypatch):
 
 
 def test_distinct_pairs_are_counted_over_all_texts():
-    import rivals
+    from analyses.rivals import analyse as rivals
 
     texts = ["a b a b", "a b"]
     pairs = [pair for text in texts for pair in pairwise(text.split())]
@@ -280,7 +270,7 @@ def test_distinct_pairs_are_counted_over_all_texts():
 
 
 def test_rounds_are_complete_and_earlier_ones_stay(tmp_path):
-    import rivals
+    from analyses.rivals import analyse as rivals
 
     texts = pd.DataFrame({"cell": ["a", "a", "b", "c"], "prompt": ["p1", "p2", "p1", "p3"]})
     planned = {"a": "r1", "b": "r1", "c": "r2", "d": "r2"}
@@ -301,7 +291,7 @@ def test_rounds_are_complete_and_earlier_ones_stay(tmp_path):
 
 
 def test_world_has_rows_of_its_own():
-    import rivals
+    from analyses.rivals import analyse as rivals
 
     draw = np.random.default_rng(0)
     rows = [
@@ -343,10 +333,8 @@ def test_world_has_rows_of_its_own():
 
 def test_the_figure_has_a_curve_for_every_family(monkeypatch):
     """From no bias, at cost 1, on; no family lacks a mark of its own."""
-    monkeypatch.syspath_prepend(ROOT / "figures")
-    spec = importlib.util.spec_from_file_location("rivals_figure", ROOT / "figures" / "rivals.py")
-    drawing = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(drawing)
+    from analyses.rivals import draw as drawing
+
     arms = pd.read_csv(ROOT / "figures" / "rivals" / "arms.csv")
     for axes in drawing.draw(arms).axes:
         curves = [line for line in axes.lines if line.get_marker() != "None"]

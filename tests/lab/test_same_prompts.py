@@ -1,4 +1,4 @@
-"""analyses/same_prompts.py on texts whose scores are known."""
+"""analyses/bases/same_prompts.py on texts whose scores are known."""
 
 import runpy
 from pathlib import Path
@@ -11,7 +11,8 @@ from lapa2_interp.scoring.registry import ScorerOptions, score_texts
 from lapa2_interp.scoring.scorer import ScoreCache
 
 SCRIPT = runpy.run_path(
-    str(Path(__file__).resolve().parents[2] / "analyses" / "same_prompts.py"), run_name="script"
+    str(Path(__file__).resolve().parents[2] / "analyses" / "bases" / "same_prompts.py"),
+    run_name="script",
 )
 ARMS = [(method, arm) for method in ("air-decoding", "dexperts") for arm in ("no bias", "24 heads")]
 

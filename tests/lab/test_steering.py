@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
-from conftest import load, script
+from conftest import drawing_of, load, redraw, script
 
 from lapa2_interp.bias.augmentation import Augmentation
 from lapa2_interp.bias.recipes import (
@@ -21,15 +21,15 @@ from lapa2_interp.bias.recipes import (
 )
 from lapa2_interp.errors import RunError
 from lapa2_interp.methods import load_task
-from lapa2_interp.scoring.equal_perplexity import add_caveats, distinguishing_columns
 from lapa2_interp.runs.generate import make_cells
 from lapa2_interp.runs.grid import load_grid
 from lapa2_interp.runs.run import load_run, write_run
 from lapa2_interp.runs.store import remove_batches
+from lapa2_interp.scoring.equal_perplexity import add_caveats, distinguishing_columns
 
 pytestmark = pytest.mark.long
 ROOT = Path(__file__).resolve().parents[2]
-MADE = runpy.run_path(str(ROOT / "analyses" / "steering_prompts.py"))
+MADE = runpy.run_path(str(ROOT / "analyses" / "tools/steering_prompts.py"))
 BASES, bases_prompts, choose_prompts, read_neutral = (
     MADE[name] for name in ("BASES", "bases_prompts", "choose_prompts", "read_neutral")
 )
@@ -71,8 +71,7 @@ def run(tmp_path_factory):
         patched.setattr(sys, "excepthook", sys.excepthook)
         scorers = ["--scorers", "linear", "accuracy", "masked", "echo", "repetition"]
         tables = script(
-            "analyses",
-            "steering",
+            "steering/analyse",
             folder / "run",
             "--grids",
             "mine",
@@ -186,7 +185,7 @@ def test_a_grid_run_in_parts_is_compared_as_a_whole(run, tmp_path, monkeypatch, 
         asked = [part, "--grids", "mine", "--scorers", "linear", "accuracy", "masked", "echo",
                  "repetition", "perplexity=tiny-gpt2"]  # fmt: skip
         if task == "sentiment":  # the two tests of topic have no texts here, and count as p = 1
-            made = script("analyses", "steering", *asked)
+            made = script("steering/analyse", *asked)
             waiting = pd.DataFrame(made["waiting"])
             assert waiting[["task", "family"]].drop_duplicates().values.tolist() == [
                 ["topic", "set-point"]
@@ -194,7 +193,7 @@ def test_a_grid_run_in_parts_is_compared_as_a_whole(run, tmp_path, monkeypatch, 
             assert len(waiting) == 2 * len(made["metrics"]), "at two perplexities"
             assert len(made["tests"]) == len(waiting) + len(made["verdicts"])
             assert table(part, ".equal")["perplexity"].notna().all()
-        script("analyses", "steering", *asked, *(["--beside", *tables] if tables else []))
+        script("steering/analyse", *asked, *(["--beside", *tables] if tables else []))
         tables.append(part / "tables" / "steering.texts.parquet")
     assert "No verdicts" in (tmp_path / "topic" / "tables" / "steering.equal.md").read_text()
     keys = ["task", "words", "attribute", "ratio", "family", "metric", "perplexity"]
@@ -203,10 +202,10 @@ def test_a_grid_run_in_parts_is_compared_as_a_whole(run, tmp_path, monkeypatch, 
     stored = pd.read_parquet(tables[0])
     assert not stored["prompt"].str.contains(" ").any(), "no texts"
     with pytest.raises(RunError, match="cells that are there already; give each once"):
-        script("analyses", "steering", *asked, "--beside", tables[1])
+        script("steering/analyse", *asked, "--beside", tables[1])
     (tmp_path / "bad").write_text("no table")
     with pytest.raises(RunError, match=r"cannot read .*bad.*give a steering.texts.parquet"):
-        script("analyses", "steering", *asked, "--beside", tmp_path / "bad")
+        script("steering/analyse", *asked, "--beside", tmp_path / "bad")
 
 
 def test_texts_with_banned_words_are_told_apart(run):
@@ -272,8 +271,7 @@ def test_without_all_cells_there_are_no_verdicts(run, tmp_path, capsys, monkeypa
     for key_of_cell in (weaker, family):
         remove_batches(copy / "cells" / key_of_cell)
     made = script(
-        "analyses",
-        "steering",
+        "steering/analyse",
         copy,
         "--grids",
         "mine",
@@ -292,14 +290,9 @@ def test_without_all_cells_there_are_no_verdicts(run, tmp_path, capsys, monkeypa
 
 def test_the_figure_shows_the_tables(run):
     folder, _ = run
-    script("figures", "steering", folder)
+    redraw("steering/analyse", folder)
     assert (folder / "figures" / "steering.png").read_bytes().startswith(b"\x89PNG")
-    before = list(sys.path)
-    sys.path.insert(0, str(ROOT / "figures"))
-    try:
-        draw = runpy.run_path(str(ROOT / "figures" / "steering.py"))["draw"]
-    finally:
-        sys.path[:] = before
+    draw = drawing_of("steering/analyse")
     curves, equal = table(folder, ".curves"), table(folder, ".equal")
     drawing = draw(table(folder, ""), curves, equal)
     across = 1 + equal["ratio"].nunique()
@@ -329,8 +322,7 @@ def test_a_run_without_lapa2_says_what_is_missing(run, tmp_path, capsys, monkeyp
     grid = load_grid(str(tmp_path / "g.toml"), {"task": "sentiment", "length": 40})
     write_run(tmp_path / "run", make_cells(load("tiny-gpt2"), grid.cells, name="steering"))
     script(
-        "analyses",
-        "steering",
+        "steering/analyse",
         tmp_path / "run",
         "--scorers",
         "linear",
@@ -383,7 +375,7 @@ def test_reproduce_leaves_out_a_grid_that_lacks_a_file(tmp_path, monkeypatch, ca
     sys.argv = ["reproduce.py", "--out", str(tmp_path / "run")]
     try:
         with pytest.raises(SystemExit):
-            runpy.run_path(str(ROOT / "analyses" / "reproduce.py"), run_name="__main__")
+            runpy.run_path(str(ROOT / "analyses" / "tools/reproduce.py"), run_name="__main__")
     finally:
         sys.argv = before
     assert "quick/steering is left out: no file steering-prompts.txt" in capsys.readouterr().err

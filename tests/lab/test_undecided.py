@@ -1,4 +1,4 @@
-"""analyses/undecided.py: the claims of several runs, corrected together."""
+"""analyses/undecided/analyse.py: the claims of several runs, corrected together."""
 
 import shutil
 from pathlib import Path
@@ -8,7 +8,7 @@ import pandas as pd
 import pytest
 from conftest import script
 
-QUICK = Path(__file__).resolve().parents[2] / "figures" / "quick"
+QUICK = Path(__file__).resolve().parents[2] / "figures" / "paper" / "quick"
 
 
 def test_claims_of_runs_are_joined_and_corrected_again(tmp_path):
@@ -17,8 +17,7 @@ def test_claims_of_runs_are_joined_and_corrected_again(tmp_path):
     for run, item in (("a", "scaling"), ("b", "scaling"), ("b", "layers")):
         (tmp_path / run / "tables").mkdir(parents=True, exist_ok=True)
         shutil.copy(QUICK / "tables" / f"{item}.claims.csv", tmp_path / run / "tables")
-    script(
-        "analyses", "undecided", tmp_path / "a", tmp_path / "b", "--before", QUICK,
+    script("undecided/analyse", tmp_path / "a", tmp_path / "b", "--before", QUICK,
         "--out", tmp_path / "out",
     )  # fmt: skip
     claims = pd.read_csv(tmp_path / "out" / "claims.csv", dtype={"compared": str})

@@ -386,9 +386,8 @@ def test_parameters_are_hard_prefixes_without_pro_aug_unless_given(steered):
 
 @pytest.mark.parametrize("judge", ["tiny-gpt2", "tiny-llama"])
 def test_continuations_are_read_by_another_model(steered, judge, tmp_path):
-    """analyses/second_opinion.py: bits per character and ratios, from logits of one text at a time."""
-    script(
-        "analyses", "second_opinion", steered.folder / "judge", "--card", steered.folder / CARD,
+    """analyses/bases/second_opinion.py: bits per character and ratios, from logits of one text at a time."""
+    script("bases/second_opinion", steered.folder / "judge", "--card", steered.folder / CARD,
         "--judges", judge, "--n", 6, "--out", tmp_path,
     )  # fmt: skip
     table = pd.read_csv(tmp_path / "fluency.csv")
@@ -417,7 +416,7 @@ def test_continuations_are_read_by_another_model(steered, judge, tmp_path):
 
 
 def test_control_is_read_by_another_classifier(steered, tmp_path):
-    """analyses/second_opinion.py: naive Bayes by its formula, and what is hidden from `linear`."""
+    """analyses/bases/second_opinion.py: naive Bayes by its formula, and what is hidden from `linear`."""
     lines = [
         ("lovely fine day", "positive"),
         ("bad sad day", "negative"),
@@ -426,8 +425,7 @@ def test_control_is_read_by_another_classifier(steered, tmp_path):
     frame = pd.DataFrame(lines * 12, columns=["text", "label"])
     frame["text"] += [f" w{i % 7} x{i}" for i in range(len(frame))]
     frame.to_csv(tmp_path / "texts.csv", index=False)
-    script(
-        "analyses", "second_opinion", steered.folder / "judge", "--card", steered.folder / CARD,
+    script("bases/second_opinion", steered.folder / "judge", "--card", steered.folder / CARD,
         "--train", tmp_path / "texts.csv", "--out", tmp_path,
     )  # fmt: skip
     table = pd.read_csv(tmp_path / "control.csv")

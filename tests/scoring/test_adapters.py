@@ -5,8 +5,6 @@ import lzma
 import re
 import shutil
 import sys
-from importlib.util import module_from_spec, spec_from_file_location
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from analyses.scorers import train_adapters as script
 from lapa2_interp.cli.app import main
 from lapa2_interp.errors import ScoringError
 from lapa2_interp.scoring.adapter import (
@@ -39,10 +38,6 @@ from lapa2_interp.scoring.training import GradedTexts, ScorerData
 from lapa2_interp.stats import mean_interval
 from lapa2_interp.tasks.corpora import Corpus, read_corpus
 
-SCRIPT = Path(__file__).resolve().parents[2] / "analyses" / "train_adapters.py"
-script = module_from_spec(spec := spec_from_file_location("train_adapters", SCRIPT))
-sys.modules["train_adapters"] = script
-spec.loader.exec_module(script)
 BASE, LABELS = "tiny-llama", ("nontoxic", "toxic")
 RECIPE = AdapterRecipe(layers=2, first=1, rank=2, alpha=4.0, passes=2, per_pass=24, head_lr=0.02)
 TEXTS = {

@@ -135,7 +135,7 @@ def test_the_interval_of_the_calibration_error_has_the_texts_own():
     assert ((low < own) & (own < high)).all()
 
 
-# --- analyses/check_scorers.py
+# --- analyses/scorers/check.py
 
 
 class Lengths(Scorer):
@@ -168,7 +168,7 @@ LINEAR = ("--scorers", "linear")
 
 
 def check(*line):
-    return script("analyses", "check_scorers", *line)
+    return script("scorers/check", *line)
 
 
 def test_a_file_of_labels_is_checked(words, tmp_path, capsys):

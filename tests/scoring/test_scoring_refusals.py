@@ -2,12 +2,15 @@
 folder. Judges: `test_judge`; answers of people: `test_human`."""
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pandas as pd
 import pytest
 from test_adapters import BASE
 from test_agreement import graded, two
+from test_equal_perplexity import LINE
+from test_equal_perplexity import made as made_curves
 from test_linear import GOOD, toy
 from test_scoring import BROKEN_GZIP
 
@@ -16,6 +19,7 @@ from lapa2_interp.runs.score import score
 from lapa2_interp.runs.texts import read_texts
 from lapa2_interp.scoring.adapter import ADAPTER_ENDING, load_adapter_network
 from lapa2_interp.scoring.agreement import agreement
+from lapa2_interp.scoring.equal_perplexity import SteeringCurves
 from lapa2_interp.scoring.linear import LINEAR_ENDING, load_linear, save_linear
 from lapa2_interp.scoring.registry import ScorerOptions, make_scorer
 from lapa2_interp.scoring.scorer import ScoreCache, Scorer, expand_scorers
@@ -170,6 +174,11 @@ CALLS = {
 }
 
 
+def curves(*families):
+    texts = made_curves({"lapa2": LINE})
+    return SteeringCurves(texts[texts["family"].isin(families)], ["acc"], 5)
+
+
 def rows():
     for name, content, message in FILES:
         call = lambda name=name, content=content: texts_of(name, content)  # noqa: E731
@@ -187,6 +196,20 @@ def rows():
         yield f"{len(numbers)} numbers and {truth}", call, message, ScoringError
     for name, (call, message) in CALLS.items():
         yield name, call, message, ScoringError
+    compared = lambda: curves("baseline", "lapa2").compare("lapa")  # noqa: E731
+    yield (
+        "an unknown family",
+        compared,
+        "unknown family 'lapa'; .* did you mean 'lapa2'",
+        ScoringError,
+    )
+    for family in ("baseline", "lapa2"):
+        yield (
+            f"curves of {family} alone",
+            partial(curves, family),
+            f"one other arm; found {family}",
+            ScoringError,
+        )
 
 
 def test_a_scorer_that_is_missing_is_said_before_others_score(tmp_path):
