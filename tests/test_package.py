@@ -269,26 +269,53 @@ def test_what_the_package_imports_is_declared():
     assert not undeclared, "; ".join(undeclared)
 
 
-def test_what_the_scripts_import_of_the_package_is_there():
-    """Also the Python inside of shell scripts."""
-    inside = re.compile(r"^python\b[^\n]*<<\s*'?(\w+)'?\n(.*?)\n\1$", re.DOTALL | re.MULTILINE)
-    missing, files = [], {}
+INSIDE = re.compile(r"^python\b[^\n]*<<\s*'?(\w+)'?\n(.*?)\n\1$", re.DOTALL | re.MULTILINE)
+"""Python inside of a shell script."""
+
+
+def scripts():
+    """Code by its file, of all scripts, and of shell scripts what is Python in them."""
     for folder in ("analyses", "docs"):
-        for file in (ROOT / folder).rglob("*.py"):
-            files[file] = [file.read_text("utf-8")]
-        for file in (ROOT / folder).rglob("*.sh"):
-            files[file] = [code for _, code in inside.findall(file.read_text("utf-8"))]
-    assert files[ROOT / "analyses" / "undecided/run.sh"]
-    for file, codes in files.items():
-        for node in (node for code in codes for node in ast.walk(ast.parse(code))):
+        for file in sorted((ROOT / folder).rglob("*.py")):
+            yield file, file.read_text("utf-8")
+        for file in sorted((ROOT / folder).rglob("*.sh")):
+            yield from ((file, code) for _, code in INSIDE.findall(file.read_text("utf-8")))
+
+
+def test_what_the_scripts_import_is_there():
+    """Names of the package and of other scripts; also of Python inside of shell scripts."""
+    codes, missing = list(scripts()), []
+    assert {file.suffix for file, _ in codes} == {".py", ".sh"}
+    for file, code in codes:
+        for node in ast.walk(ast.parse(code)):
             module = node.module if isinstance(node, ast.ImportFrom) else None
-            if (module or "").partition(".")[0] != "lapa2_interp":
+            if (module or "").partition(".")[0] not in ("lapa2_interp", "analyses"):
                 continue
             there = importlib.import_module(module)
             for name in (alias.name for alias in node.names):
                 if not hasattr(there, name) and not find_spec(f"{module}.{name}"):
-                    missing.append(f"{file.name}: {module}.{name}")
+                    missing.append(f"{file.relative_to(ROOT)}: {module}.{name}")
     assert not missing, "; ".join(missing)
+
+
+def test_a_script_is_a_page_or_can_be_imported():
+    """A page, which begins with a cell of text, runs from top to bottom, and tests run it. Any
+    other script is imported, here: what it runs stands in functions."""
+    pages = set()
+    for file, code in scripts():
+        if file.is_relative_to(ROOT / "analyses") and file.suffix == ".py":
+            if code.startswith("# %%"):
+                pages.add(file.parent.name)
+            elif "hub" not in file.parts and file.name != "inspect_task.py":  # which needs Inspect
+                module = file.relative_to(ROOT).with_suffix("").as_posix().replace("/", ".")
+                importlib.import_module(module)
+    assert pages >= {"paper", "notebooks"}
+
+
+def test_every_command_of_a_shell_script_names_a_script_that_is_there():
+    for file in (ROOT / "analyses").rglob("*.sh"):
+        for path in re.findall(r"\banalyses/[\w/]+\.(?:py|sh|toml)\b", file.read_text("utf-8")):
+            assert (ROOT / path).is_file(), f"{file.name}: {path}"
 
 
 def test_the_workflow_makes_what_the_check_makes():

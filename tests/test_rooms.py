@@ -138,7 +138,7 @@ def test_no_script_imports_what_is_private():
         for node in ast.walk(ast.parse(file.read_text("utf-8")))
         if isinstance(node, ast.ImportFrom | ast.Import)
         for module in [getattr(node, "module", None) or "", *(alias.name for alias in node.names)]
-        if "lapa2_interp._" in module or module.startswith("_") and not module.endswith("__")
+        if "lapa2_interp._" in module or (module.startswith("_") and not module.endswith("__"))
     ]
     assert not private
 

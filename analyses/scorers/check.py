@@ -150,46 +150,52 @@ def check(options: argparse.Namespace) -> tuple[pd.DataFrame, pd.DataFrame]:
     return pd.concat(tables, ignore_index=True), pd.concat(curves, ignore_index=True)
 
 
-parser = ScriptOptions(str(__doc__), formatter_class=argparse.RawDescriptionHelpFormatter)
-parser.add_argument("file", type=Path, help="a .jsonl, .csv or .parquet file, also compressed")
-parser.add_argument(
-    "--scorers",
-    nargs="+",
-    default=CLASSIFIERS,
-    help="linear, adapter, or NAME=MODEL as in `lapa2 score`",
-)
-parser.add_argument("--column", default="text", help="of texts")
-parser.add_argument("--label", help="the column of labels")
-parser.add_argument("--score", help="the column of graded scores in [0, 1]")
-parser.add_argument(
-    "--rtp",
-    action="store_true",
-    help="rows of RealToxicityPrompts with Perspective's scores; the test rows are read",
-)
-parser.add_argument("--first", type=whole_number(), help="tokens (SmolLM2's) of every text")
-parser.add_argument("--last", type=whole_number(), help="the same, from its end")
-parser.add_argument("--task", help="of linear and adapter on labels: sentiment, topic or detox")
-parser.add_argument(
-    "--out", type=Path, help="new folder of agreement.csv, calibration.csv and calibration.png"
-)
-parser.add_argument("--cache", type=Path, help="folder of scores (default: the user's cache)")
-parser.add_argument("--device", help="cpu, cuda, cuda:1")
-parser.add_argument("--trust-remote-code", action="store_true", help="of a model")
-parser.add_argument("--force", action="store_true", help="replace an earlier folder of tables")
-options = parser.parse_args()
+def main() -> None:
+    """Compare, print, and write the tables."""
+    parser = ScriptOptions(str(__doc__), formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("file", type=Path, help="a .jsonl, .csv or .parquet file, also compressed")
+    parser.add_argument(
+        "--scorers",
+        nargs="+",
+        default=CLASSIFIERS,
+        help="linear, adapter, or NAME=MODEL as in `lapa2 score`",
+    )
+    parser.add_argument("--column", default="text", help="of texts")
+    parser.add_argument("--label", help="the column of labels")
+    parser.add_argument("--score", help="the column of graded scores in [0, 1]")
+    parser.add_argument(
+        "--rtp",
+        action="store_true",
+        help="rows of RealToxicityPrompts with Perspective's scores; the test rows are read",
+    )
+    parser.add_argument("--first", type=whole_number(), help="tokens (SmolLM2's) of every text")
+    parser.add_argument("--last", type=whole_number(), help="the same, from its end")
+    parser.add_argument("--task", help="of linear and adapter on labels: sentiment, topic or detox")
+    parser.add_argument(
+        "--out", type=Path, help="new folder of agreement.csv, calibration.csv and calibration.png"
+    )
+    parser.add_argument("--cache", type=Path, help="folder of scores (default: the user's cache)")
+    parser.add_argument("--device", help="cpu, cuda, cuda:1")
+    parser.add_argument("--trust-remote-code", action="store_true", help="of a model")
+    parser.add_argument("--force", action="store_true", help="replace an earlier folder of tables")
+    options = parser.parse_args()
 
-table, curve = check(options)
-if options.out is not None:
-    ours = holds_only("agreement.csv", "calibration.*")
-    with result_folder(options.out, options.force, ours) as folder:
-        table.to_csv(folder / "agreement.csv", index=False)
-        curve.to_csv(folder / "calibration.csv", index=False)
-        draw(curve).savefig(folder / "calibration.png")
-for (measure, length), part in table.groupby(["measure", "length"], sort=False):
-    print(f"{measure}, {length} words (n {part['n'].iloc[0]})")
-    for scorer, value, low, high in part[["scorer", "value", "low", "high"]].itertuples(
-        index=False
-    ):
-        print(f"  {value:.3f}{interval_text(low, high, '.3f'):<17} {scorer}")
-if options.out is not None:
-    print(f"tables in {options.out}")
+    table, curve = check(options)
+    if options.out is not None:
+        ours = holds_only("agreement.csv", "calibration.*")
+        with result_folder(options.out, options.force, ours) as folder:
+            table.to_csv(folder / "agreement.csv", index=False)
+            curve.to_csv(folder / "calibration.csv", index=False)
+            draw(curve).savefig(folder / "calibration.png")
+    for (measure, length), part in table.groupby(["measure", "length"], sort=False):
+        print(f"{measure}, {length} words (n {part['n'].iloc[0]})")
+        for scorer, value, low, high in part[["scorer", "value", "low", "high"]].itertuples(
+            index=False
+        ):
+            print(f"  {value:.3f}{interval_text(low, high, '.3f'):<17} {scorer}")
+    if options.out is not None:
+        print(f"tables in {options.out}")
+
+
+if __name__ == "__main__":
+    main()

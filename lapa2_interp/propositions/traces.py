@@ -46,6 +46,7 @@ from lapa2_interp.propositions.claims import (
     ROUNDING_MARGINS,
     SLOWER_DECAY,
     TYPICAL_RATIO,
+    Claim,
     mean_curve_slope,
     rate_row,
     verdict_row,
