@@ -38,7 +38,7 @@ prefixes: $(RUN)
 scorers: $(DEV)
 	analyses/scorers/run.sh $(DATA)
 
-# The prompts of the grids quick/steering (steering-prompts.txt, steering-selection.txt) and quick/bases (bases/*.txt). In DATA are
+# The prompts of the grids of analyses/steering (steering-prompts.txt, steering-selection.txt) and analyses/bases (bases/*.txt). In DATA are
 # DExperts' neutral OpenWebText prompts: https://github.com/alisawuffles/DExperts.
 steering-prompts: $(RUN)
 	python analyses/tools/steering_prompts.py $(DATA)/prompts/dexperts_owt_sentiment_10k.jsonl.xz

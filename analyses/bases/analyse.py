@@ -6,7 +6,8 @@
 # prompts and tests were written down before the run (analyses/bases/README.md). A part that is not
 # finished has no tests.
 #
-#     make steering-prompts DATA=FOLDER && lapa2 sweep quick/bases --out results/bases
+#     make steering-prompts DATA=FOLDER
+#     lapa2 sweep analyses/bases/bases.toml --out results/bases
 #     python analyses/bases/analyse.py results/bases
 
 # %%

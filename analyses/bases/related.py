@@ -5,7 +5,7 @@
 # with and without LaPA2 at our alpha for them (`lapa2 methods`). Nobody has reported this, so
 # nothing is judged.
 #
-#     lapa2 sweep quick/related --out results/quick
+#     lapa2 sweep analyses/bases/related.toml --out results/quick
 #     python analyses/bases/related.py results/quick
 
 # %%

@@ -6,7 +6,7 @@
 # the defaults are not equally strong, heads and tokens were chosen on the same prompts, and nothing
 # is judged.
 #
-#     lapa2 sweep quick/frontier --out results/quick
+#     lapa2 sweep analyses/frontier/frontier.toml --out results/quick
 #     python analyses/frontier/analyse.py results/quick
 
 # %%

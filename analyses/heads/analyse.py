@@ -6,7 +6,8 @@
 # scopes. Every arm has the alpha that gives the prefix the same mean attention, so that only its
 # place differs (`python analyses/heads/make_grid.py` made the grid).
 #
-#     lapa2 sweep quick/heads --out results/quick && python analyses/heads/analyse.py results/quick
+#     lapa2 sweep analyses/heads/heads.toml --out results/quick
+#     python analyses/heads/analyse.py results/quick
 
 # %%
 from analyses.heads.make_grid import CHOSEN, named_sets, scope

@@ -1,7 +1,7 @@
-"""The grid quick/heads: sets of heads and layers, each at the alpha that gives the prefix the same
+"""The grid heads.toml: sets of heads and layers, each at the alpha that gives the prefix the same
 mean attention.
 
-    python analyses/heads/make_grid.py --out lapa2_interp/runs/grids/quick/heads.toml
+    python analyses/heads/make_grid.py --out analyses/heads/heads.toml
 
 Heads by knock-out come from figures/circuits/sentiment (`make circuits`), those by attention from
 the texts that are read here. The sets are also written to figures/circuits/sentiment/sets.json, so

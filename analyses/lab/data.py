@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 
 from analyses.lab.estimates import FRACTIONS, PERPLEXITY_TEXTS, perplexity_samples
+from analyses.lab.pages import grid_of
 from analyses.lab.reported import PAPER_METRICS
 from analyses.lab.scripts import DEFAULT_SCORERS
 from analyses.lab.tables import ARM_COLUMNS, ROW_COLUMNS
@@ -78,7 +79,7 @@ class ItemData:
         ]
         if not names:
             asked = " or ".join(map(repr, self.grids))
-            usual = self.grids[0] if "/" in self.grids[0] else f"quick/{self.grids[0]}"
+            usual = self.grids[0] if "/" in self.grids[0] else grid_of(self.grids[0])
             have = ", ".join(self.run.listing.grids) or "none"
             raise NoGridError(
                 f"{self.run.name} has no grid {asked}, which {self.item} is made of; it has:"

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from analyses.lab.gallery import read_gallery
-from analyses.lab.item_sections import ITEM_ORDER, VERDICT_MARKS, claim_groups, item_sections
+from analyses.lab.item_sections import VERDICT_MARKS, claim_groups, item_sections
+from analyses.lab.pages import ITEM_ORDER
 from lapa2_interp.page import template, write_page
 from lapa2_interp.report.run_page import TEMPLATES, page_values, views_beside
 from lapa2_interp.runs.run import Run, load_run

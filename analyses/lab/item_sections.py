@@ -23,51 +23,17 @@ from analyses.lab.claims import (
     summarize_disagreement,
     unique_comparisons,
 )
+from analyses.lab.pages import ITEM_ORDER, page_of
 from lapa2_interp.errors import RunError
 from lapa2_interp.report.intervals import format_numbers, interval_svg, mark_cell, shared_scale
 from lapa2_interp.table_formats import records
 
-ITEM_ORDER = (
-    "sent_topic",
-    "half",
-    "detox",
-    "prefix_types",
-    "scaling",
-    "layers",
-    "components",
-    "prefix_preadd_components",
-    "hard_prefix_robustness",
-    "decay",
-    "dilution",
-    "alpha",
-    "augmentation",
-    "augmentation_large",
-    "local_attn",
-    "eval",
-    "cases",
-)
-"""Items of the paper in the order of the page; other items follow by name."""
-OURS = {
-    "heads": "heads/analyse.py",
-    "related": "bases/related.py",
-    "frontier": "frontier/analyse.py",
-    "steering": "steering/analyse.py",
-    "bases": "bases/analyse.py",
-    "long": "long/analyse.py",
-    "deep": "long/deep.py",
-}
-"""Items of ours, with their pages in analyses/; one whose grid lacks a file is left out."""
 VERDICT_MARKS = dict(zip(VERDICTS, "✓✗✓✗≈○–", strict=True))
 POSSIBLE_VERDICTS = {
     "paper": [verdict for verdict in VERDICTS if verdict not in OUR_VERDICTS.values()],
     "ours": [verdict for verdict in VERDICTS if verdict not in OUR_VERDICTS],
 }
 """Possible verdicts on the paper's claims, and on ours."""
-
-
-def page_of(item: str) -> Path:
-    """The script that makes an item."""
-    return ANALYSES / OURS.get(item, f"paper/{item}.py")
 
 
 def item_sections(

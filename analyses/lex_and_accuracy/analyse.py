@@ -1,7 +1,7 @@
 """Does a change of lex or js order the changes of accuracy within an attribute?
 
     make steering-prompts DATA=FOLDER
-    python analyses/lex_and_accuracy/analyse.py quick/steering \\
+    python analyses/lex_and_accuracy/analyse.py analyses/steering/steering.toml \\
         --texts figures/steering/sentiment.texts.parquet \\
         figures/steering/topic.texts.parquet --out figures/lex_and_accuracy
 

@@ -5,7 +5,7 @@
 # those of LaPA2, and those of LaPA2 on the attribute's own token or in 24 heads. Beside it stands
 # the attention on the prefix.
 #
-#     lapa2 sweep quick/long --out results/quick
+#     lapa2 sweep analyses/long/long.toml --out results/quick
 #     python analyses/long/analyse.py results/quick
 
 # %%
@@ -111,7 +111,7 @@ shown = by_part.assign(
 ).pivot_table(index=["metric", "arm"], columns="part", values="cell", aggfunc="first", sort=False)
 note = (
     "Columns: tokens of the text, its prompt included. Arms are not equally strong, and differ in"
-    " perplexity: it describes what each does at the strength of quick/steering."
+    " perplexity: it describes what each does at the strength of analyses/steering."
 )
 item.write(table, [note], formatted=shown.reset_index().fillna(""))
 steps.to_csv(item.out / "tables" / "long.steps.csv", index=False, float_format="%.6g")

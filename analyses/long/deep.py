@@ -7,7 +7,7 @@
 # multiplies the odds of the prefix by exactly (l/n)^alpha. Where the odds grow by less, later
 # layers have taken a part back: what they read has changed.
 #
-#     lapa2 sweep quick/deep --out results/quick
+#     lapa2 sweep analyses/long/deep.toml --out results/quick
 #     python analyses/long/deep.py results/quick
 
 # %%
@@ -80,7 +80,7 @@ cells = item.cells
 finished = cells[cells["state"] == "finished"]
 if not len(finished):
     raise RunError(
-        f"{item.run.name} has no finished cell of quick/deep; {item.run.cells_from} says why"
+        f"{item.run.name} has no finished cell of deep.toml; {item.run.cells_from} says why"
     )
 
 # %% [markdown]

@@ -6,13 +6,14 @@
 # that may not say a word of their prefix are compared separately, and only at 1.25 times: their
 # curves have no weak arms.
 #
-#     make steering-prompts DATA=FOLDER && lapa2 sweep quick/steering --out results/steering
+#     make steering-prompts DATA=FOLDER
+#     lapa2 sweep analyses/steering/steering.toml --out results/steering
 #     python analyses/steering/analyse.py results/steering
 #
-# `--grids NAME` reads a custom grid with the same, or other, ways to steer. The scores of all
-# texts go to tables/steering.texts.parquet, without the texts: a grid that is run in parts, on
-# several machines (`lapa2 sweep quick/steering --only task=topic`), is compared as a whole with
-# `--beside` the tables of its other parts.
+# `--grids NAME` reads a custom grid with the same, or other, ways to steer. The scores of all texts
+# go to tables/steering.texts.parquet, without the texts: a grid that is run in parts, on several
+# machines (`lapa2 sweep analyses/steering/steering.toml --only task=topic`), is compared as a whole
+# with `--beside` the tables of its other parts.
 
 # %%
 from hashlib import sha256

@@ -43,8 +43,8 @@ from analyses.lab.claims import (
 )
 from analyses.lab.gallery import gallery_run, read_gallery
 from analyses.lab.gallery_page import write_gallery_report
-from analyses.lab.item_sections import ITEM_ORDER, OURS, page_of
 from analyses.lab.output import merge_item
+from analyses.lab.pages import ITEM_ORDER, OURS, grid_of, page_of
 from analyses.lab.power import required_prompts
 from analyses.lab.scripts import ScriptOptions, add_scoring, whole_number
 from lapa2_interp.cli.app import main as lapa2
@@ -237,21 +237,23 @@ def main() -> int:
     stopped = 0
     if not options.no_sweep:
         grids = [name for name in built_in() if name.startswith(f"{folder}/")]
-        wanted = [name if "/" in name else f"{folder}/{name}" for name in options.grids or ()]
+        if folder == "quick":
+            grids += [grid_of(item) for item in OURS]
+        by_name = {Path(name).stem: name for name in grids}
+        wanted = [Path(name).stem for name in options.grids or by_name]
         for name in wanted:
-            if name not in grids:
-                raise RunError(unknown_choice("grid", name, grids))
-        grids = wanted or grids
+            if name not in by_name:
+                raise RunError(unknown_choice("grid", name, list(by_name)))
+        grids = [by_name[name] for name in wanted]
         asked = [word for change in changes for word in ("--set", change)]
         for name in ("engine", "workers", "address"):
             if value := getattr(options, name):
                 asked += [f"--{name}", str(value)]
-        loaded = [load_grid(name, parse_changes(changes), check=False) for name in grids]
-        for grid in list(loaded):
-            if grid.needs and grid.name.rpartition("/")[2] in OURS:
+        for name in list(grids):
+            grid = load_grid(name, parse_changes(changes), check=False)
+            if grid.needs and Path(name).stem in OURS:
                 print(f"{grid.name} is left out: {'; '.join(grid.needs)}", file=sys.stderr)
-                loaded.remove(grid)
-        grids = [grid.name for grid in loaded]
+                grids.remove(name)
         print("cells first; then scores, tables and figures", file=sys.stderr)
         began = datetime.now(UTC)
         stopped = lapa2(["sweep", *grids, *asked, "--out", str(out)])

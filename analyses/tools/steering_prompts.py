@@ -1,5 +1,5 @@
-"""The prompts of the grids quick/steering and quick/bases, and of `analyses/undecided/run.sh`: the
-paper's 35, and neutral ones of DExperts (OpenWebText).
+"""The prompts of the grids of analyses/steering and analyses/bases, and of
+`analyses/undecided/run.sh`: the paper's 35, and neutral ones of DExperts (OpenWebText).
 
     python analyses/tools/steering_prompts.py dexperts_owt_sentiment_10k.jsonl.xz
 
@@ -78,7 +78,7 @@ def choose_prompts(
 
 
 def bases_prompts(texts: Iterable[str]) -> dict[str, list[str]]:
-    """The prompts of quick/bases by file; none is in the files of quick/steering.
+    """The prompts of analyses/bases by file; none is in the files of analyses/steering.
 
     Args:
         texts: Neutral prompts in order.
@@ -93,7 +93,7 @@ def bases_prompts(texts: Iterable[str]) -> dict[str, list[str]]:
     if len(unused) < sum(BASES.values()):
         raise DataError(
             f"{sum(BASES.values())} neutral prompts of at most {MOST_WORDS} words that begin with a"
-            f" letter or digit are needed besides those of quick/steering; found {len(unused)};"
+            f" letter or digit are needed besides those of analyses/steering; found {len(unused)};"
             " give a longer file"
         )
     rest = iter(unused)

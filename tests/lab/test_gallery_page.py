@@ -181,7 +181,7 @@ def test_other_runs_whose_tables_are_there_are_told(run, html):
     own = gallery_run(load_run(run), run / "tables", ["alpha"])
     elsewhere = own.model_copy(
         update={
-            "grids": {"quick/deep": {"finished": 7, "missing": 2}, "<b>x": {"finished": 4}},
+            "grids": {"quick/layers": {"finished": 7, "missing": 2}, "<b>x": {"finished": 4}},
             "dtypes": ("float16",),
             "commits": ("0123456789abcdef", "not a checkout"),
         }
@@ -190,7 +190,7 @@ def test_other_runs_whose_tables_are_there_are_told(run, html):
     other_runs = page(run).partition("Other runs")[2].partition("<h2")[0]
     assert other_runs.count("<tr>") == 2, "the head, and one run"
     for words in (
-        '<td class="words">quick/deep, &lt;b&gt;x</td><td class="num">11</td>',
+        '<td class="words">quick/layers, &lt;b&gt;x</td><td class="num">11</td>',
         "tiny-gpt2, float16, cpu",
         "0123456789ab, not a checkout",
     ):

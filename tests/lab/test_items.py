@@ -284,7 +284,10 @@ def test_every_arm_of_the_head_scopes_has_a_distinct_name():
     """By its heads or layers, whatever the order; heads that are in no set keep the cell's label."""
     made = runpy.run_path(str(ROOT / "analyses" / "heads/make_grid.py"))
     scope, known = made["scope"], made["named_sets"]()
-    cells = {cell.arm: cell for cell in load_grid("quick/heads", check=False).cells}
+    cells = {
+        cell.arm: cell
+        for cell in load_grid(str(ROOT / "analyses/heads/heads.toml"), check=False).cells
+    }
     names = [scope(cell, known) for cell in cells.values()]
     assert len(set(names)) == len(cells) == 14
     assert {*names} == {"baseline", "all heads", *known.values()} | {
@@ -516,7 +519,8 @@ def test_a_run_with_nothing_finished_makes_an_empty_table(item, run, tmp_path):
 
 def test_an_item_whose_grid_is_not_there_says_what_to_do(run):
     with pytest.raises(
-        RunError, match=r"no grid 'related'.*Read one of these.*lapa2 sweep quick/related --out"
+        RunError,
+        match=r"no grid 'related'.*Read one of these.*lapa2 sweep analyses/bases/related.toml --out",
     ):
         script("bases/related", run)
 
@@ -669,7 +673,7 @@ def test_a_scale_is_made_in_pieces(run, tmp_path, monkeypatch, capsys):
     (beside / "tables" / "verdicts.md").write_text("old")
     older = gallery_run(load_run(copy), GOLDEN, ["decay", "layers"])
     assert gallery_run(load_run(copy), GOLDEN, []).scorers == ()
-    others = {"quick/decay": {"finished": 3}, "quick/long": {"finished": 4}}
+    others = {"quick/decay": {"finished": 3}, "long": {"finished": 4}}
     runs = (older, older.model_copy(update={"grids": others}))
     (beside / "results.json").write_text(Gallery(runs=runs).model_dump_json())
     row = {"model": "m", "task": "another", "method": "prefix", "prefix": "Very other:"}

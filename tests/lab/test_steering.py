@@ -89,7 +89,7 @@ def table(run, name):
 
 def test_the_grid_has_2300_texts_an_arm_and_task(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    grid = load_grid("quick/steering", check=False)
+    grid = load_grid(str(ROOT / "analyses/steering/steering.toml"), check=False)
     assert len(grid.needs) == 1
     texts = {}
     for cell in grid.cells:
@@ -105,7 +105,7 @@ def test_the_grid_has_2300_texts_an_arm_and_task(tmp_path, monkeypatch):
             arms = [key for key in texts if key[:2] == (task, banned)]
             assert len(arms) == 1 + 4 * strengths
             assert {key[2] for key in arms} == FAMILIES | {"baseline"}
-    small = load_grid("quick/steering", {"prompts": 4})
+    small = load_grid(str(ROOT / "analyses/steering/steering.toml"), {"prompts": 4})
     assert {len(cell.prompts) for cell in small.cells} == {4}, "without the file"
 
 
@@ -368,8 +368,6 @@ def test_reproduce_leaves_out_a_grid_that_lacks_a_file(tmp_path, monkeypatch, ca
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
     monkeypatch.chdir(tmp_path)
     asked = []
-    grids = ["quick/heads", "quick/steering"]
-    monkeypatch.setattr("lapa2_interp.runs.grid.built_in", lambda: grids)
     monkeypatch.setattr("lapa2_interp.cli.app.main", lambda words: asked.append(words) or 130)
     before = sys.argv
     sys.argv = ["reproduce.py", "--out", str(tmp_path / "run")]
@@ -378,6 +376,7 @@ def test_reproduce_leaves_out_a_grid_that_lacks_a_file(tmp_path, monkeypatch, ca
             runpy.run_path(str(ROOT / "analyses" / "tools/reproduce.py"), run_name="__main__")
     finally:
         sys.argv = before
-    assert "quick/steering is left out: no file steering-prompts.txt" in capsys.readouterr().err
-    assert "quick/heads" in asked[0]
-    assert "quick/steering" not in asked[0]
+    assert "steering is left out: no file steering-prompts.txt" in capsys.readouterr().err
+    assert str(ROOT / "analyses/heads/heads.toml") in asked[0]
+    assert "quick/alpha" in asked[0]
+    assert not [word for word in asked[0] if word.endswith("steering.toml")]

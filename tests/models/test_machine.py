@@ -216,7 +216,6 @@ def test_no_cell_is_of_dtype_auto(grid, times):
 
 
 def test_the_quick_grids_leave_the_dtype_to_the_machine_and_the_papers_do_not():
-    """But for those whose design was written down, in float32, before the run."""
     from lapa2_interp.runs.grid import built_in
 
     seen = {"quick": set(), "paper": set()}
@@ -229,8 +228,7 @@ def test_the_quick_grids_leave_the_dtype_to_the_machine_and_the_papers_do_not():
             ),
         )
     assert seen == {
-        "quick": {name for name in built_in() if name.startswith("quick/")}
-        - {"quick/steering", "quick/bases"},
+        "quick": {name for name in built_in() if name.startswith("quick/")},
         "paper": set(),
     }
 
