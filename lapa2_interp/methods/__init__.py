@@ -1,4 +1,4 @@
-"""Decoding methods, one file each; `base` defines the interface of a method.
+"""Decoding methods, one file for each family; `base` defines the interface of a method.
 
 Example:
     >>> from lapa2_interp import methods

@@ -19,7 +19,7 @@ from lapa2_interp._util.errors import (
 )
 from lapa2_interp.bias.layout import Layout
 from lapa2_interp.methods import registry as methods
-from lapa2_interp.methods.datg import (
+from lapa2_interp.methods.prepared import (
     SENTENCE,
     PromptWords,
     best_nodes,
@@ -234,7 +234,7 @@ def test_datg_generates_with_words_of_its_own(form):
 
 def test_no_text_shares_its_random_numbers_with_a_draft():
     """With nothing boosted the texts are drawn like the drafts, but are not the drafts."""
-    from lapa2_interp.methods.datg import Drafting
+    from lapa2_interp.methods.prepared import Drafting
 
     model, task = load("tiny-gpt2"), load_task("detox")
     drafts = ModelContext(model).drafts(Drafting(), "The sea", 5, 12, seed=1)

@@ -26,6 +26,7 @@ from lapa2_interp.attention.recomputed_rows import RecomputedRows
 from lapa2_interp.bias.layout import Layout
 from lapa2_interp.generation.sampling import draw, uniforms
 from lapa2_interp.methods import registry as methods
+from lapa2_interp.methods.conditioning import NoControl
 from lapa2_interp.methods.freectrl import (
     OFF_VALUE,
     ControlCentre,
@@ -36,7 +37,6 @@ from lapa2_interp.methods.freectrl import (
     rank_probabilities,
     text_score,
 )
-from lapa2_interp.methods.prefix import NoControl
 from lapa2_interp.methods.registry import load_task
 from lapa2_interp.runs.method_context import ModelContext
 
