@@ -5,7 +5,7 @@
 
 The methods differ in what the branch reads. Only `gate` has several branches, and takes one of them
 at each step.
-"""  # noqa: E501
+"""
 
 from __future__ import annotations
 

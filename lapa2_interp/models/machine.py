@@ -210,13 +210,6 @@ def n_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def machine_workers() -> int:
-    """Workers that this machine has room for: one per GPU, or per CPU core."""
-    import torch
-
-    return torch.cuda.device_count() if torch.cuda.is_available() else n_cores()
-
-
 def machine_memory() -> int:
     """Bytes of memory: of one GPU where there is one."""
     import torch
