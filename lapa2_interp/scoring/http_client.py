@@ -1,21 +1,67 @@
-"""HTTP requests to a server that may be slow, broken or hostile: bounded in time and size."""
+"""Requests by OpenAI's client to a server that may be slow, broken or hostile: bounded in time and
+size. Extra `judge`."""
 
 from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Mapping
 from concurrent.futures import Future
 from contextlib import closing
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
+
+from lapa2_interp._util.errors import ScoringError
 
 if TYPE_CHECKING:
     import httpx2
+    from openai import OpenAI
 
 LARGEST_ANSWER = 1_000_000
 """Bytes of an answer that are read, at most. A longer answer is cut off, and so malformed."""
 SENT_HEADERS = ("accept", "authorization", "content-type", "user-agent")
 """The headers of OpenAI's client that are sent. Others would name the machine, the organization and
 the project to any server."""
+
+
+def openai_client(key: str, base_url: str, seconds: float) -> OpenAI:
+    """OpenAI's client, within the bounds of `bounded_client`.
+
+    Raises:
+        ScoringError: It is not installed.
+    """
+    if find_spec("openai") is None:
+        raise ScoringError(
+            "a judge is asked by OpenAI's client, which is not installed: pip install"
+            ' "lapa2-interp[judge]"'
+        )
+    from openai import OpenAI
+
+    return OpenAI(
+        api_key=key,
+        base_url=base_url,
+        timeout=seconds,
+        max_retries=0,  # each request is counted, and may cost, so the judge repeats it
+        http_client=bounded_client(seconds),
+    )
+
+
+def ask_server(client: OpenAI, body: Mapping[str, Any]) -> httpx2.Response | str:
+    """The answer to a chat completion, of any status, as it was sent, since servers leave OpenAI's
+    form; or why there is none. No error leaves this function: it would hold the key."""
+    import openai
+
+    try:
+        return client.chat.completions.with_raw_response.create(**body).http_response
+    except openai.APIStatusError as error:
+        return error.response
+    except openai.APITimeoutError:
+        return f"no answer within {client.timeout:g} s"
+    except openai.APIConnectionError as error:
+        cause = error.__cause__
+        if type(cause).__name__ == "ConnectError":
+            return " ".join(str(cause).split())
+        return f"the connection broke: {type(cause).__name__}"  # some quote what the server sent
 
 
 def bounded_client(seconds: float) -> httpx2.Client:

@@ -29,7 +29,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from decimal import ROUND_CEILING, Decimal
 from email.utils import parsedate_to_datetime
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Annotated, Any, TypeGuard
 from urllib.parse import urlsplit
 
@@ -39,7 +38,7 @@ from lapa2_interp._util.errors import ScoringError, parameter
 from lapa2_interp._util.parsing import parse_json
 from lapa2_interp._util.terminal import deferred_interrupts
 from lapa2_interp._util.values import Count, NotNegative, Positive, numbers_checked
-from lapa2_interp.scoring.http_client import bounded_client
+from lapa2_interp.scoring.http_client import ask_server, openai_client
 from lapa2_interp.scoring.judge_answer import (
     COLUMNS,
     REFUSED,
@@ -315,13 +314,6 @@ class Judge(ScorerInPieces):
     def _connect(self) -> OpenAI:
         """The client, which has the key."""
         if self._client is None:
-            if find_spec("openai") is None:
-                raise ScoringError(
-                    "a judge is asked by OpenAI's client, which is not installed: pip install"
-                    ' "lapa2-interp[judge]"'
-                )
-            from openai import OpenAI
-
             key = os.environ.get(KEY_VARIABLE, "").strip()
             if not key:
                 raise ScoringError(
@@ -333,13 +325,7 @@ class Judge(ScorerInPieces):
                     f"{KEY_VARIABLE} holds a space or a character that is not ASCII; set it to the"
                     " key alone"
                 )
-            self._client = OpenAI(
-                api_key=key,
-                base_url=self.base_url,
-                timeout=self.timeout,
-                max_retries=0,  # each request is counted, and may cost: `_ask` repeats it
-                http_client=bounded_client(self.timeout),
-            )
+            self._client = openai_client(key, self.base_url, self.timeout)
         return self._client
 
     def _rate_text(self, client: OpenAI, item: TextItem, stop: threading.Event) -> Score | None:
@@ -408,10 +394,7 @@ class Judge(ScorerInPieces):
     def _send(
         self, client: OpenAI, item: TextItem, form: int, limit: int | None
     ) -> Answer | SkippedText | _FailedRequest:
-        """Send one request. A caught error does not leave this method, since it holds the request
-        and so the key."""
-        import openai
-
+        """Send one request."""
         # The body of the request, in the format that the server accepts.
         body: dict[str, Any] = {"model": self.model, "messages": chat_messages(item)}
         if self.temperature is not None:
@@ -424,21 +407,9 @@ class Judge(ScorerInPieces):
         most = self._reserve_cost(len(json.dumps(body)), limit)  # the client sends no more bytes
         released = 0.0  # a request without a counted answer may be billed
         try:
-            try:
-                # The answer as it was sent: servers leave OpenAI's form.
-                create = client.chat.completions.with_raw_response.create
-                response = create(**body).http_response
-            except openai.APIStatusError as error:
-                response = error.response
-        except openai.APITimeoutError:
-            return _FailedRequest(None, "", f"no answer within {self.timeout:g} s", None)
-        except openai.APIConnectionError as error:
-            cause = error.__cause__
-            why = f"the connection broke: {type(cause).__name__}"
-            if type(cause).__name__ == "ConnectError":  # others may quote what the server sent
-                why = " ".join(str(cause).split())
-            return _FailedRequest(None, "", why, None)
-        else:
+            response = ask_server(client, body)
+            if isinstance(response, str):
+                return _FailedRequest(None, "", response, None)
             answer = None
             with suppress(ValueError):
                 answer = parse_json(response.text)

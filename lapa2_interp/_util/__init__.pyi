@@ -1,0 +1,1 @@
+from . import plots as plots
