@@ -3,8 +3,8 @@
 The names in the stub beside this file are what the first day needs. Each is imported when it is
 first used, so that `import lapa2_interp` loads neither torch nor transformers. The rest has its
 room: `models` (load_tokenizer, facts_of, identify, TransformersModel, probe), `attention`
-(soft_inputs, Recorder, tables of a trace), `prefixes` (find_prefix, SoftPrefix), `runs` (make_cells,
-sweep) and `report` (view).
+(soft_inputs, Recorder, tables of a trace), `prefixes` (find_prefix, SoftPrefix), `runs`
+(make_cells, sweep) and `report` (view).
 """
 
 import os

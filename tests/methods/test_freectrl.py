@@ -29,12 +29,12 @@ from lapa2_interp.methods import registry as methods
 from lapa2_interp.methods.conditioning import NoControl
 from lapa2_interp.methods.freectrl import (
     OFF_VALUE,
+    RANK_PROBABILITIES,
     ControlCentre,
     FreeCtrl,
     TextMonitor,
     neuron_value,
     noise_ratio,
-    RANK_PROBABILITIES,
     text_score,
 )
 from lapa2_interp.methods.registry import load_task
