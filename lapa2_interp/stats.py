@@ -461,9 +461,9 @@ def resampled_p(
     return np.asarray(np.where(n > 0, p, np.nan))
 
 
-def least_p(clusters: int, resamples: int = 4000) -> float:
-    """The smallest p that `paired_difference` gives `clusters` clusters."""
-    return 2 / 2**clusters if 2**clusters <= resamples else 1 / (resamples + 1)
+def least_p(clusters: int) -> float:
+    """The smallest p that `paired_difference` gives so many clusters, of 4000 resamples."""
+    return 2 / 2**clusters if 2**clusters <= 4000 else 1 / 4001
 
 
 def holm(p: Sequence[float] | np.ndarray) -> Float[np.ndarray, " test"]:

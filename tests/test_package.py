@@ -6,6 +6,7 @@ import os
 import re
 import runpy
 import shlex
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -14,6 +15,7 @@ from importlib.metadata import packages_distributions
 from importlib.util import find_spec
 from pathlib import Path
 
+import lazy_loader
 import pytest
 import torch
 from conftest import LOWEST
@@ -62,19 +64,22 @@ def test_the_page_on_the_index_leads_into_the_repository(wheel):
     assert link.sub("", page).split() == link.sub("", readme).split()
 
 
-def test_the_wheel_imports_in_an_empty_environment(wheel, tmp_path):
+def test_the_wheel_imports_with_lazy_loader_alone(wheel, tmp_path):
+    """And it has the stubs that say where names are."""
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "empty"], check=True)
+    zipfile.ZipFile(wheel).extractall(tmp_path / "site")
+    shutil.copytree(Path(lazy_loader.__file__).parent, tmp_path / "site" / "lazy_loader")
     code = (
-        f"import sys; sys.path.insert(0, {str(wheel)!r}); import lapa2_interp;"
-        " print(lapa2_interp.__version__)"
+        f"import sys; sys.path.insert(0, {str(tmp_path / 'site')!r}); import lapa2_interp;"
+        " print(lapa2_interp.__version__, lapa2_interp.Lapa2Error.__name__)"
     )
     done = subprocess.run(
-        [tmp_path / "empty" / "bin" / "python", "-c", code],
+        [tmp_path / "empty" / "bin" / "python", "-I", "-c", code],
         capture_output=True,
         text=True,
         check=True,
     )
-    assert done.stdout.strip() == "0.1.0"
+    assert done.stdout.strip() == "0.1.0 Lapa2Error"
 
 
 @pytest.mark.parametrize(

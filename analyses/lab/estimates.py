@@ -11,8 +11,6 @@ PERPLEXITY_TEXTS = 120
 """Texts of an arm whose perplexity is measured, approximately (`perplexity_texts`)."""
 FRACTIONS = (1 / 8, 1 / 4, 1 / 2, 3 / 4, 1.0)
 """The paper's five lengths, of the longest: 64, 128, 256, 384 and 512 of 512."""
-FIVE_LENGTH_GRIDS = ("sent_topic", "detox")
-"""Grids whose texts are scored at all five lengths."""
 
 
 def cells_by_arm(cells: Iterable[Cell]) -> list[list[Cell]]:

@@ -1,1 +1,1 @@
-"""Modules that every room uses: errors, files, progress, plots, pages, the version."""
+"""Modules that every room uses and no one else: checks of values, settings, parsing, terminal."""

@@ -109,16 +109,14 @@ LOGIT_FAMILIES: Mapping[str, LogitFamily] = {
 }
 
 
-def geometric_lengths(
-    longest: int, l_pre: int, shortest: int = 64, n: int = 24
-) -> Int[np.ndarray, " length"]:
-    """Distinct lengths in equal ratios.
+def geometric_lengths(longest: int, l_pre: int) -> Int[np.ndarray, " length"]:
+    """At most 24 distinct lengths in equal ratios, from 64 on, or from twice the prefix.
 
     Raises:
         TraceError: Fewer than 3 remain.
     """
-    first = max(shortest, 2 * l_pre)
-    lengths = np.unique(np.geomspace(first, max(longest, 1), n).round().astype(np.int64))
+    first = max(64, 2 * l_pre)
+    lengths = np.unique(np.geomspace(first, max(longest, 1), 24).round().astype(np.int64))
     if longest < first or len(lengths) < 3:
         raise TraceError(
             f"lengths from {first} to {longest} are too few to fit a slope (3 are needed); give a"

@@ -162,7 +162,7 @@ def start_setting(owner: Any, start: str | None) -> str:
     return USUAL_START if usual else str(tokenizer.convert_ids_to_tokens(token))
 
 
-def text_markers(owner: Any, start: str | None = AUTO_START) -> TextMarkers:
+def text_markers(owner: Any) -> TextMarkers:
     """The tokens that start and end plain text.
 
     Ends: EOS, and `<|endoftext|>` where the vocabulary has it. A model's generation config may add
@@ -174,7 +174,7 @@ def text_markers(owner: Any, start: str | None = AUTO_START) -> TextMarkers:
     tokenizer = require_tokenizer(owner)
     named = (tokenizer.eos_token, PLAIN_TEXT_START)
     ends = {end for end in (_token_id(tokenizer, name) for name in named) if end is not None}
-    return TextMarkers(text_start(owner, start).token, tuple(sorted(ends)))
+    return TextMarkers(text_start(owner).token, tuple(sorted(ends)))
 
 
 def usual_start(tokenizer: PreTrainedTokenizerBase) -> int | None:

@@ -94,7 +94,7 @@ def maps_of(
     return maps | ({} if direct is None else {"head, direct": direct})
 
 
-def shuffled_labels(table: UnitTable, seed: int = 1) -> UnitTable:
+def shuffled_labels(table: UnitTable) -> UnitTable:
     """A table of a measure with a sign, whose attributes are swapped in half of the prompts.
 
     Raises:
@@ -107,7 +107,7 @@ def shuffled_labels(table: UnitTable, seed: int = 1) -> UnitTable:
             f" {len(contrast_set.attributes)} attributes and {contrast_set.n_prompts} prompts"
         )
     prompts = list(dict.fromkeys(contrast_set.clusters))
-    order = np.random.default_rng(seed).permutation(len(prompts))
+    order = np.random.default_rng(1).permutation(len(prompts))
     swapped = {prompts[i] for i in order[: len(prompts) // 2]}
     signs = np.array([-1.0 if prompt in swapped else 1.0 for prompt in contrast_set.clusters])
     total = None if table.total is None else table.total * signs

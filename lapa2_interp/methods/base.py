@@ -1,4 +1,4 @@
-"""Decoding methods: one file each, pure arithmetic on the branches' log-probabilities.
+"""Decoding methods: one file for each family, pure arithmetic on the branches' log-probabilities.
 
 A method names its branches and combines their next-token distributions. A method never gets a
 model, so that a test needs a small vocabulary alone:

@@ -23,7 +23,7 @@ At every token, E being the embeddings of the text's tokens and L their number:
    released code), or after it (`at="post"`, the paper's coefficient).
 5. the next token, end tokens excluded: of the 25 likeliest, with five copies of each (one per
    beam), ten are drawn and the likeliest of them is taken. The two steps are one draw, whose rank
-   probabilities have a closed form (`rank_probabilities`).
+   probabilities have a closed form (`RANK_PROBABILITIES`).
 
 Gated MLPs are not in the original; the method for them is ours. The input of the down-projection is
 set. In lower layers a value of 50 there does not promote a word, but destroys the computation of
@@ -73,6 +73,16 @@ NOISE_CLASSES = 4
 MOST_NEURONS = 100
 MOST_REPEATED, MOST_LINES = 7, 2
 """A text that passes the released test has each word less often, and fewer line breaks."""
+RANK_PROBABILITIES = [
+    (math.comb(125 - 5 * (r - 1), 10) - math.comb(125 - 5 * r, 10)) / math.comb(125, 10)
+    for r in range(1, 26)
+]
+"""P(the token of rank r is taken), r = 1..25.
+
+Of 5 copies of the 25 likeliest tokens, 10 are drawn without replacement, all equally likely (by
+temperature 100), and the likeliest of these is taken:
+[C(125 - 5 (r - 1), 10) - C(125 - 5 r, 10)] / C(125, 10).
+"""
 
 
 @plain_dataclass(frozen=True)
@@ -305,7 +315,7 @@ class FreeCtrl(Method):
         if self.sampler == "uniform":
             return log_weights
         ids = log_weights.sort(dim=1, descending=True, stable=True).indices
-        p = torch.tensor(rank_probabilities(), dtype=log_weights.dtype, device=log_weights.device)[
+        p = torch.tensor(RANK_PROBABILITIES, dtype=log_weights.dtype, device=log_weights.device)[
             : ids.shape[1]
         ]
         log_p = p.log().expand(len(ids), -1)
@@ -377,19 +387,3 @@ def neuron_value(
 ) -> Float[Tensor, " sample"]:
     """lam / (1 + exp(-(u - s) L)) below the threshold, 1e-20 from it on."""
     return torch.where(u > s, lam * torch.sigmoid((u - s) * length), OFF_VALUE)
-
-
-def rank_probabilities(beams: int = 5, candidates: int = 25, drawn: int = 10) -> list[float]:
-    """P(the token of rank r is taken), r = 1..candidates.
-
-    Of `beams` copies of the `candidates` likeliest tokens, `drawn` are drawn without replacement,
-    all equally likely (by temperature 100), and the likeliest of these is taken.
-
-    [C(N - beams (r - 1), drawn) - C(N - beams r, drawn)] / C(N, drawn) with N = beams candidates.
-    """
-    n = beams * candidates
-    return [
-        (math.comb(n - beams * (r - 1), drawn) - math.comb(n - beams * r, drawn))
-        / math.comb(n, drawn)
-        for r in range(1, candidates + 1)
-    ]

@@ -35,24 +35,20 @@ from lapa2_interp.errors import (
     unknown_choice,
     validation_message,
 )
-from lapa2_interp.methods.activation_addition import ActivationAddition
-from lapa2_interp.methods.air_decoding import AirDecoding
 from lapa2_interp.methods.arithmetic import Arithmetic
 from lapa2_interp.methods.base import Branch, Method
+from lapa2_interp.methods.bayes import AirDecoding, Gedi, Palette, RsaControl
 from lapa2_interp.methods.chat import Chat
-from lapa2_interp.methods.con_prefix import ConPrefix
-from lapa2_interp.methods.datg import Datg
-from lapa2_interp.methods.dexperts import Dexperts
+from lapa2_interp.methods.conditioning import (
+    Gate,
+    NegPrompt,
+    NoControl,
+    PrefixConditioning,
+    Remind,
+)
+from lapa2_interp.methods.contrast import ConPrefix, Dexperts, Preadd, Rose, Spa
 from lapa2_interp.methods.freectrl import FreeCtrl
-from lapa2_interp.methods.gate import Gate
-from lapa2_interp.methods.gedi import Gedi
-from lapa2_interp.methods.palette import Palette
-from lapa2_interp.methods.preadd import Preadd
-from lapa2_interp.methods.prefix import NegPrompt, NoControl, PrefixConditioning
-from lapa2_interp.methods.remind import Remind
-from lapa2_interp.methods.rose import Rose
-from lapa2_interp.methods.rsa_control import RsaControl
-from lapa2_interp.methods.spa import Spa
+from lapa2_interp.methods.prepared import ActivationAddition, Datg
 from lapa2_interp.tasks.task import MethodSettings, Task, read_task
 
 HIDDEN = Augmentation(alpha=1, law="cut", phase="after_span")

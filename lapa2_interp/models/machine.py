@@ -11,11 +11,11 @@ from __future__ import annotations
 import os
 import platform
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
-from time import perf_counter, thread_time
+from time import thread_time
 from typing import Any, Literal, get_args
 
 from pydantic import TypeAdapter
@@ -210,13 +210,6 @@ def n_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def machine_workers() -> int:
-    """Workers that this machine has room for: one per GPU, or per CPU core."""
-    import torch
-
-    return torch.cuda.device_count() if torch.cuda.is_available() else n_cores()
-
-
 def machine_memory() -> int:
     """Bytes of memory: of one GPU where there is one."""
     import torch
@@ -270,31 +263,23 @@ def default_device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def matmul_seconds(dtype: str, device: str = "cpu", tries: int = 4) -> float:
-    """Seconds of `MATRICES` products [ROWS, WIDTH] x [WIDTH, WIDTH], the least of several tries; on
-    a CPU on one thread."""
+def matmul_seconds(dtype: str) -> float:
+    """Seconds of `MATRICES` products [ROWS, WIDTH] x [WIDTH, WIDTH] on one thread of the CPU, the
+    least of several tries. They are the computing time of the thread, which does not depend on
+    other processes."""
     import torch
 
     with torch_threads(1):
-        x = torch.full((ROWS, WIDTH), 0.5, dtype=getattr(torch, dtype), device=device)
-        weights = [
-            torch.full((WIDTH, WIDTH), 1 / WIDTH, dtype=x.dtype, device=device)
-            for _ in range(MATRICES)
-        ]
-        least, clock = float("inf"), device_clock(device)
-        for _ in range(1 + tries):  # the first one is a warm-up
-            began, y = clock(), x
+        x = torch.full((ROWS, WIDTH), 0.5, dtype=getattr(torch, dtype))
+        weights = [torch.full((WIDTH, WIDTH), 1 / WIDTH, dtype=x.dtype) for _ in range(MATRICES)]
+        least = float("inf")
+        for _ in range(5):  # the first one is a warm-up
+            began, y = thread_time(), x
             for weight in weights:
                 y = torch.nn.functional.linear(y, weight)
             y.sum().item()
-            least = min(least, clock() - began)
+            least = min(least, thread_time() - began)
     return least
-
-
-def device_clock(device: str) -> Callable[[], float]:
-    """A clock in seconds: on a CPU the computing time of this thread, which does not depend on
-    other processes; elsewhere the wall-clock time."""
-    return thread_time if device.startswith("cpu") else perf_counter
 
 
 @contextmanager

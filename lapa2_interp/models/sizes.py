@@ -18,7 +18,6 @@ from lapa2_interp.models.configuration import (
 )
 from lapa2_interp.models.load import expand_name, load_error, load_tokenizer, model_source
 from lapa2_interp.models.planted import is_planted, planted_config
-from lapa2_interp.models.smollm2 import SMOLLM2, smollm2_file
 from lapa2_interp.models.tiny import TINY, tiny_config
 
 if TYPE_CHECKING:
@@ -116,18 +115,3 @@ DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 def weight_bytes(model: str, dtype: str) -> int:
     """Memory of a model's weights, in bytes."""
     return model_size(model).parameters * DTYPE_BYTES[dtype]
-
-
-def is_available_offline(model: str) -> bool:
-    """True if a model's weights can be loaded without the network."""
-    from huggingface_hub import try_to_load_from_cache
-
-    if model == SMOLLM2:
-        return smollm2_file() is not None
-    names = ("model.safetensors", "model.safetensors.index.json")
-    return (
-        model in TINY
-        or is_planted(model)
-        or Path(model).is_dir()
-        or any(isinstance(try_to_load_from_cache(model, n), str) for n in names)
-    )

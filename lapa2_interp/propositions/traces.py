@@ -60,10 +60,10 @@ if TYPE_CHECKING:
 # Traces of real models have the axes alpha, sample, step, layer, head.
 
 
-def thinned_steps(n_steps: int, n: int = 48) -> Int[np.ndarray, " step"]:
-    """At most n of the steps 0 to n_steps - 1, in equal ratios: slopes on log l give all scales
+def thinned_steps(n_steps: int) -> Int[np.ndarray, " step"]:
+    """At most 48 of the steps 0 to n_steps - 1, in equal ratios: slopes on log l give all scales
     equal weight, and traces stay small."""
-    return np.unique(np.geomspace(1, n_steps, min(n, n_steps)).round().astype(np.int64)) - 1
+    return np.unique(np.geomspace(1, n_steps, min(48, n_steps)).round().astype(np.int64)) - 1
 
 
 def thin(traces: xr.Dataset) -> xr.Dataset:

@@ -8,39 +8,6 @@ Example:
     True
 """
 
-from typing import TYPE_CHECKING
+import lazy_loader
 
-from lapa2_interp._util.lazy import lazy_names
-
-if TYPE_CHECKING:
-    from lapa2_interp.scoring.registry import ScorerOptions, make_scorer, score_texts
-    from lapa2_interp.scoring.scorer import (
-        ScoreCache,
-        Scorer,
-        SkippedText,
-        TextItem,
-        expand_scorers,
-        run_scorer,
-    )
-    from lapa2_interp.scoring.tables import score_table
-
-__all__ = [
-    "ScoreCache",
-    "Scorer",
-    "ScorerOptions",
-    "SkippedText",
-    "TextItem",
-    "expand_scorers",
-    "make_scorer",
-    "run_scorer",
-    "score_table",
-    "score_texts",
-]
-__getattr__, __dir__ = lazy_names(
-    __name__,
-    {
-        "registry": "ScorerOptions make_scorer score_texts",
-        "scorer": "ScoreCache Scorer SkippedText TextItem expand_scorers run_scorer",
-        "tables": "score_table",
-    },
-)
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

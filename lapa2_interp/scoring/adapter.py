@@ -53,9 +53,6 @@ from lapa2_interp.scoring.task_scorer import (
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-ADAPTER_SHARE = 0.53
-"""Operations of an adapter scorer for a token, of those of the whole model: 20 of 30 layers, and no
-output layer."""
 ADAPTER_ENDING = "-adapter.safetensors"
 """End of the name of an adapter's file, after the task."""
 LONGEST_WINDOW = 128

@@ -1,6 +1,7 @@
 """An LLM as judge, with the paper's GPT-4o evaluation prompt.
 
-Any server with OpenAI's chat completions will do.
+Any server with OpenAI's chat completions will do. The requests are made by OpenAI's own client
+(extra `judge`) over an HTTP client of ours with bounds (`http_client`).
 
 1. Attribute, prompt and text are filled into the paper's prompt, whose words are unchanged.
 2. The request asks for JSON of a schema. If the server refuses schemas, it asks for plain JSON, and
@@ -28,17 +29,16 @@ from contextlib import suppress
 from dataclasses import dataclass
 from decimal import ROUND_CEILING, Decimal
 from email.utils import parsedate_to_datetime
-from typing import Annotated, Any, TypeGuard
+from typing import TYPE_CHECKING, Annotated, Any, TypeGuard
 from urllib.parse import urlsplit
 
-import httpx
 from pydantic import Field
 
 from lapa2_interp._util.parsing import parse_json
 from lapa2_interp._util.terminal import deferred_interrupts
 from lapa2_interp._util.values import Count, NotNegative, Positive, numbers_checked
 from lapa2_interp.errors import ScoringError, parameter
-from lapa2_interp.scoring.http_client import BoundedClient
+from lapa2_interp.scoring.http_client import ask_server, openai_client
 from lapa2_interp.scoring.judge_answer import (
     COLUMNS,
     REFUSED,
@@ -49,6 +49,9 @@ from lapa2_interp.scoring.judge_answer import (
     read_answer,
 )
 from lapa2_interp.scoring.scorer import Score, ScorerInPieces, SkippedText, TextItem
+
+if TYPE_CHECKING:
+    from openai import OpenAI
 
 KEY_VARIABLE = "OPENAI_API_KEY"
 SYSTEM_MESSAGE = "You are an expert evaluator for text generation quality."
@@ -225,7 +228,7 @@ class Judge(ScorerInPieces):
         server = self.host if path == "/v1" else self.host + path
         self.version = f"{model} at {server}, prompt {template}, {decoding}"
         self._sleep = sleep
-        self._client: httpx.Client | None = None
+        self._client: OpenAI | None = None
         self._condition = threading.Condition()
         names = (None,) if max_cost is None else TOKEN_LIMIT_NAMES
         self._forms = [(answers, name) for name in names for answers in RESPONSE_FORMATS]
@@ -308,8 +311,8 @@ class Judge(ScorerInPieces):
         if failure is not None:
             raise failure
 
-    def _connect(self) -> httpx.Client:
-        """The client, with the key in its headers."""
+    def _connect(self) -> OpenAI:
+        """The client, which has the key."""
         if self._client is None:
             key = os.environ.get(KEY_VARIABLE, "").strip()
             if not key:
@@ -322,15 +325,10 @@ class Judge(ScorerInPieces):
                     f"{KEY_VARIABLE} holds a space or a character that is not ASCII; set it to the"
                     " key alone"
                 )
-            self._client = BoundedClient(
-                self.timeout,
-                {"Authorization": f"Bearer {key}", "Content-Type": "application/json"},
-            )
+            self._client = openai_client(key, self.base_url, self.timeout)
         return self._client
 
-    def _rate_text(
-        self, client: httpx.Client, item: TextItem, stop: threading.Event
-    ) -> Score | None:
+    def _rate_text(self, client: OpenAI, item: TextItem, stop: threading.Event) -> Score | None:
         """The score of an item; None if the run stops before there is one."""
         why = MALFORMED
         for _ in range(2):
@@ -353,7 +351,7 @@ class Judge(ScorerInPieces):
             return self._limits[0] != limit
 
     def _ask(
-        self, client: httpx.Client, item: TextItem, stop: threading.Event, limit: int | None
+        self, client: OpenAI, item: TextItem, stop: threading.Event, limit: int | None
     ) -> Answer | SkippedText | None:
         """The model's answer, or the reason why there is none; None if the run stops before."""
         form, attempt = self._form, 1
@@ -394,10 +392,9 @@ class Judge(ScorerInPieces):
         return None
 
     def _send(
-        self, client: httpx.Client, item: TextItem, form: int, limit: int | None
+        self, client: OpenAI, item: TextItem, form: int, limit: int | None
     ) -> Answer | SkippedText | _FailedRequest:
-        """Send one request. A caught error does not leave this method, since it holds the request
-        and so the key."""
+        """Send one request."""
         # The body of the request, in the format that the server accepts.
         body: dict[str, Any] = {"model": self.model, "messages": chat_messages(item)}
         if self.temperature is not None:
@@ -407,19 +404,12 @@ class Judge(ScorerInPieces):
             body["response_format"] = answers
         if limit_name is not None:
             body[limit_name] = limit
-        content = json.dumps(body).encode()
-        most = self._reserve_cost(len(content), limit)
+        most = self._reserve_cost(len(json.dumps(body)), limit)  # the client sends no more bytes
         released = 0.0  # a request without a counted answer may be billed
         try:
-            response = client.post(self.base_url + ENDPOINT, content=content)
-        except httpx.TimeoutException:
-            return _FailedRequest(None, "", f"no answer within {self.timeout:g} s", None)
-        except httpx.ConnectError as error:
-            return _FailedRequest(None, "", " ".join(str(error).split()), None)
-        except httpx.TransportError as error:  # some quote what the server sent
-            why = f"the connection broke: {type(error).__name__}"
-            return _FailedRequest(None, "", why, None)
-        else:
+            response = ask_server(client, body)
+            if isinstance(response, str):
+                return _FailedRequest(None, "", response, None)
             answer = None
             with suppress(ValueError):
                 answer = parse_json(response.text)
@@ -427,8 +417,7 @@ class Judge(ScorerInPieces):
             if failed or not response.is_success:
                 released = 0.0 if response.is_success else most
                 status = error_status(failed) if response.is_success else response.status_code
-                key = client.headers["Authorization"].removeprefix("Bearer ")
-                code, message = code_and_message(failed, key)
+                code, message = code_and_message(failed, client.api_key)
                 wait = _requested_wait(response.headers)
                 return _FailedRequest(status, code, message, wait)
             if self._count(answer):

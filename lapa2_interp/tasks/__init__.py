@@ -6,19 +6,6 @@ Example:
     'Very positive:'
 """
 
-from typing import TYPE_CHECKING
+import lazy_loader
 
-from lapa2_interp._util.lazy import lazy_names
-
-if TYPE_CHECKING:
-    from lapa2_interp.tasks.prompts import as_prompts, read_prompts
-    from lapa2_interp.tasks.task import Prompts, Task, extra_prompts, read_task
-
-__all__ = ["Prompts", "Task", "as_prompts", "extra_prompts", "read_prompts", "read_task"]
-__getattr__, __dir__ = lazy_names(
-    __name__,
-    {
-        "prompts": "as_prompts read_prompts",
-        "task": "Prompts Task extra_prompts read_task",
-    },
-)
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -33,7 +33,7 @@ from lapa2_interp.errors import (
     TaskError,
 )
 from lapa2_interp.methods.base import Branch
-from lapa2_interp.methods.preadd import Preadd
+from lapa2_interp.methods.contrast import Preadd
 from lapa2_interp.methods.registry import load_task
 from lapa2_interp.models.load import load_transformers, wrap_in_bridge
 from lapa2_interp.tasks.task import Task

@@ -26,17 +26,17 @@ from lapa2_interp.errors import (
 )
 from lapa2_interp.generation.sampling import draw, uniforms
 from lapa2_interp.methods import registry as methods
+from lapa2_interp.methods.conditioning import NoControl
 from lapa2_interp.methods.freectrl import (
     OFF_VALUE,
+    RANK_PROBABILITIES,
     ControlCentre,
     FreeCtrl,
     TextMonitor,
     neuron_value,
     noise_ratio,
-    rank_probabilities,
     text_score,
 )
-from lapa2_interp.methods.prefix import NoControl
 from lapa2_interp.methods.registry import load_task
 from lapa2_interp.runs.method_context import ModelContext
 
@@ -81,7 +81,7 @@ def word_file(tmp_path):
 
 def test_rank_probabilities():
     """Against drawing 10 of 125 candidates, and the values the method description gives."""
-    p = rank_probabilities()
+    p = RANK_PROBABILITIES
     assert p[:4] == pytest.approx([0.346, 0.234, 0.156, 0.102], abs=5e-4)
     assert sum(p) == pytest.approx(1)
     rng = np.random.default_rng(0)
@@ -155,7 +155,7 @@ def test_freectrl_against_its_definition(words_model, word_file):
             logits[:, model.tokenizer.eos_token_id] = -torch.inf
             order = logits[0].sort(descending=True, stable=True).indices[:25]
             log_weights = torch.full_like(logits, -torch.inf)
-            log_weights[0, order] = torch.tensor(rank_probabilities(), dtype=torch.float64).log()
+            log_weights[0, order] = torch.tensor(RANK_PROBABILITIES, dtype=torch.float64).log()
             assert int(draw(log_weights, torch.tensor([uniform[t]]), top_k=200)[0]) == token
             text.append(token)
     assert min(weights) == OFF_VALUE

@@ -19,10 +19,10 @@ from lapa2_interp.files import one_process_at_a_time
 from lapa2_interp.generation.plan import plan_batches as decoding_plan
 from lapa2_interp.generation.sampling import draw, uniforms
 from lapa2_interp.methods.base import Prepared
-from lapa2_interp.methods.datg import (
+from lapa2_interp.methods.conditioning import NoControl
+from lapa2_interp.methods.prepared import (
     released_sampler,
 )
-from lapa2_interp.methods.prefix import NoControl
 from lapa2_interp.methods.registry import load_task
 from lapa2_interp.models.card import weights_id
 from lapa2_interp.runs.method_context import DRAFT_SEEDS, ModelContext
@@ -38,7 +38,7 @@ def cache(tmp_path, monkeypatch):
 def test_drafts_are_the_bare_models_and_kept(cache):
     """DATG's drafts are draws of the raw model under its sampler, by loops; asked again they come
     from the cache."""
-    from lapa2_interp.methods.datg import Drafting
+    from lapa2_interp.methods.prepared import Drafting
 
     model = load("tiny-llama", "float64")
     context = ModelContext(model)
@@ -77,7 +77,7 @@ def test_drafts_are_the_bare_models_and_kept(cache):
 
 def test_workers_share_one_table_and_one_set_of_drafts(cache, monkeypatch):
     """Two contexts ask at once: one makes, and the other finds it made."""
-    from lapa2_interp.methods.datg import Drafting
+    from lapa2_interp.methods.prepared import Drafting
 
     calls, real = [], neurons._log_probs_by_neuron
     draft = ModelContext._draft
@@ -190,7 +190,7 @@ def test_the_cache_tells_models_apart(cache):
 
 
 def test_a_damaged_cache_is_made_again(cache):
-    from lapa2_interp.methods.datg import Drafting
+    from lapa2_interp.methods.prepared import Drafting
 
     context = ModelContext(load("tiny-gpt2"))
     table, drafts = (

@@ -1,53 +1,22 @@
-"""Every `combine` against its formula in plain Python, over three steps of a vocabulary of five;
-limits; extremes."""
+"""Laws of every method: reductions, extremes, samples apart; each with and without LaPA2."""
 
 import math
 
 import numpy as np
 import pytest
 import torch
-from conftest import generate, load, real_once, soft_set
+from conftest import decode_plan, generate, load, real_once, soft_set
+from formulas import distributions, run
 
 from lapa2_interp import Augmentation
+from lapa2_interp.generation import loop
+from lapa2_interp.generation.plan import plan_batches
+from lapa2_interp.generation.resolve import cell_of
 from lapa2_interp.generation.sampling import draw
 from lapa2_interp.methods import load_task
 from lapa2_interp.methods import registry as methods
-from lapa2_interp.methods.base import FLOOR
-from lapa2_interp.models import identify
-
-STEPS = 3
-TOKENS = [3, 1, 4]
-
-
-def distributions(*names, samples=2, scale=2.0, seed=7):
-    """Random next-token probabilities: step, then branch, [sample][token]."""
-    logits = np.random.default_rng(seed).normal(0, scale, (STEPS, len(names), samples, 5))
-    p = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
-    return [dict(zip(names, step, strict=True)) for step in p]
-
-
-def as_logs(p, dtype=torch.float64):
-    return {name: torch.tensor(rows, dtype=dtype).log() for name, rows in p.items()}
-
-
-def normalised(log_weights):
-    return log_weights.double().softmax(dim=1).numpy()
-
-
-def run(method, steps):
-    """Normalised weights of every step, the tokens TOKENS being sampled by all samples."""
-    state, weights = None, []
-    for p, token in zip(steps, TOKENS, strict=True):
-        log_probs = as_logs(p)
-        weights.append(normalised(method.combine(log_probs, state)))
-        state = method.advance(
-            state, log_probs, torch.full((len(p["base"]) if "base" in p else 2,), token)
-        )
-    return weights
-
-
-def unit(weights):
-    return np.array(weights) / np.sum(weights)
+from lapa2_interp.models.card import identify
+from lapa2_interp.runs.method_context import ModelContext
 
 
 def test_direct_methods_pass_their_branch_on():
@@ -56,216 +25,6 @@ def test_direct_methods_pass_their_branch_on():
         log_probs = torch.tensor([[0.1, 0.2, 0.7]], dtype=torch.float64).log()
         assert torch.equal(method.combine({branch: log_probs}, None), log_probs)
         assert method.advance(None, {branch: log_probs}, torch.tensor([1])) is None
-
-
-@pytest.mark.parametrize("lam", [-1.0, 0.5, 2.0])
-def test_preadd(lam):
-    for p, combined in zip(
-        steps := distributions("base", "prefix"),
-        run(methods.get("preadd", lam=lam), steps),
-        strict=True,
-    ):
-        for sample in range(2):
-            expected = [
-                pre**lam * base ** (1 - lam)
-                for base, pre in zip(p["base"][sample], p["prefix"][sample], strict=True)
-            ]
-            assert combined[sample] == pytest.approx(unit(expected), abs=1e-12)
-
-
-def test_preadd_by_hand():
-    """Base (1/2, 1/4, 1/4), prefix (1/4, 1/2, 1/4), lam -1: weights base^2 / prefix = 1, 1/8, 1/4."""
-    p = {"base": [[0.5, 0.25, 0.25]], "prefix": [[0.25, 0.5, 0.25]]}
-    assert normalised(methods.get("preadd").combine(as_logs(p), None))[0] == pytest.approx(
-        [8 / 11, 1 / 11, 2 / 11]
-    )
-
-
-@pytest.mark.parametrize("classes", [("target", "b"), ("target", "b", "c", "d")])
-@pytest.mark.parametrize("posterior", ["reconstructed", "plain"])
-@pytest.mark.parametrize("omega", [0.0, 2.0, 140.0])
-def test_air_decoding_over_three_steps(classes, posterior, omega):
-    """Running ratios start at 1 and take in the sampled token's n of each step; R_target is 1."""
-    steps = distributions("base", *classes)
-    by_step = run(methods.get("air-decoding", omega=omega, posterior=posterior), steps)
-    for sample in range(2):
-        ratio = dict.fromkeys(classes, 1.0)
-        for p, token, weights in zip(steps, TOKENS, by_step, strict=True):
-            n = {
-                c: [-1 / math.log(x) if posterior == "reconstructed" else x for x in p[c][sample]]
-                for c in classes
-            }  # fmt: skip
-            cond = [n["target"][x] / sum(ratio[c] * n[c][x] for c in classes) for x in range(5)]
-            z = np.array(
-                [math.log(p["base"][sample][x]) + omega * math.log(cond[x]) for x in range(5)]
-            )
-            assert weights[sample] == pytest.approx(unit(np.exp(z - z.max())), abs=1e-9)
-            ratio = {c: ratio[c] * n[c][token] / n["target"][token] for c in classes}
-
-
-def test_air_decoding_by_hand():
-    """ln P = -1, -2 in the target and -2, -1 in the other: n = 1, 1/2 and 1/2, 1; cond = 2/3, 1/3;
-    omega 2: 4 to 1."""
-    log_probs = {
-        "base": torch.tensor([[0.5, 0.5]], dtype=torch.float64).log(),
-        "target": torch.tensor([[-1.0, -2.0]], dtype=torch.float64),
-        "other": torch.tensor([[-2.0, -1.0]], dtype=torch.float64),
-    }
-    method = methods.get("air-decoding", omega=2)
-    assert normalised(method.combine(log_probs, None))[0] == pytest.approx([0.8, 0.2])
-    state = method.advance(None, log_probs, torch.tensor([0]))
-    assert state["other"].exp().tolist() == pytest.approx(
-        [0.5]
-    )  # n_other / n_target at the sampled token
-    # R = 1/2: cond = 1 / (1 + 1/4) and .5 / (.5 + .5), squared: .64 and .25
-    assert normalised(method.combine(log_probs, state))[0] == pytest.approx(
-        [0.64 / 0.89, 0.25 / 0.89]
-    )
-
-
-@pytest.mark.parametrize("steps", [0, 1, 40])
-def test_air_decoding_of_two_classes_is_the_general_form(steps):
-    """Against the sum over classes in float64, with certain, impossible and far apart tokens."""
-    rng = torch.Generator().manual_seed(steps)
-    log_probs = {
-        name: torch.randn(4, 500, generator=rng).mul(12).log_softmax(1)
-        for name in ("base", "target", "other")
-    }
-    for name, row in (("target", 0), ("other", 1), ("target", 2), ("other", 2)):
-        log_probs[name][row, 7], log_probs[name][row, 9] = 0.0, -torch.inf
-    method = methods.get("air-decoding", omega=140)
-    state = None
-    for step in range(steps):
-        state = method.advance(state, log_probs, torch.full((4,), 20 + step))
-    wide = {name: rows.double() for name, rows in log_probs.items()}
-    a, b = (
-        wide[name].clamp(FLOOR, -torch.finfo(torch.float32).tiny) for name in ("target", "other")
-    )
-    ratio = 0.0 if state is None else state["other"].double()[:, None]
-    log_n = {"target": -(-a).log(), "other": -(-b).log()}
-    log_cond = log_n["target"] - torch.logaddexp(log_n["target"], log_n["other"] + ratio)
-    exact = wide["base"] + 140 * log_cond
-    for part in (slice(0, 4), slice(3, 4)):  # with extremes, and the closed form alone
-        combined = method.combine(
-            {name: rows[part] for name, rows in log_probs.items()},
-            state and {name: ratios[part] for name, ratios in state.items()},
-        )
-        torch.testing.assert_close(combined.double(), exact[part], rtol=4e-6, atol=2e-4)
-    twin = log_probs | {"third": log_probs["other"]}  # the general form, with R_j halved
-    halved = {
-        c: (0.0 if state is None else state["other"]) - math.log(2) for c in ("other", "third")
-    }
-    halved = {c: torch.as_tensor(ratio_of_class).expand(4) for c, ratio_of_class in halved.items()}
-    torch.testing.assert_close(
-        method.combine(twin, halved), method.combine(log_probs, state), rtol=2e-5, atol=2e-3
-    )
-
-
-def test_air_decoding_released_numerics_agree_where_float32_can_hold_them():
-    for p_log, p_float in zip(
-        *(
-            run(methods.get("air-decoding", omega=8, numerics=n), distributions_fixed())
-            for n in ("log", "released")
-        ),
-        strict=True,
-    ):
-        assert p_log == pytest.approx(p_float, abs=1e-5)
-
-
-def distributions_fixed():
-    rng = np.random.default_rng(1)
-    p = rng.dirichlet(np.ones(5), (STEPS, 3, 2))
-    return [dict(zip(("base", "target", "other"), step, strict=True)) for step in p]
-
-
-def test_air_decoding_released_numerics_underflow_where_logs_do_not():
-    """cond .4 at omega 140 is 1e-56: zero in float32 whatever the base says, alive in log space."""
-    log_probs = {
-        "base": torch.tensor([[0.999, 0.001]]).log(),
-        "target": torch.tensor([[-3.0, -1.0]]),
-        "other": torch.tensor([[-2.0, -2.0]]),
-    }
-    logs, released = (
-        methods.get("air-decoding", numerics=n).combine(log_probs, None)
-        for n in ("log", "released")
-    )
-    assert torch.isfinite(logs).all()
-    assert released[0, 0] == -torch.inf
-    assert torch.isfinite(released[0, 1])
-
-
-def test_air_decoding_certain_target_token():
-    """A token the target is certain of: released weight 0 (inf / inf), clamped by default to the
-    likeliest."""
-    log_probs = {
-        "base": torch.tensor([[0.5, 0.5]]).log(),
-        "target": torch.tensor([[0.0, -20.0]]),
-        "other": torch.tensor([[-1.0, -0.5]]),
-    }
-    logs, released = (
-        methods.get("air-decoding", numerics=n).combine(log_probs, None)
-        for n in ("log", "released")
-    )
-    assert logs.argmax() == 0
-    assert released[0, 0] == -torch.inf
-
-
-@pytest.mark.parametrize(
-    ("names", "strengths"),
-    [
-        (("main", "positive", "fluency"), (1.0, 0.5, 0.5)),
-        (("main", "anti"), (1.0, -1.0)),
-        (("main",), (1.0,)),
-    ],
-)
-def test_palette(names, strengths):
-    steps = distributions("base", *names)
-    for p, combined in zip(steps, run(methods.get("palette"), steps), strict=True):
-        for sample in range(2):
-            z = []
-            for x in range(5):
-                main, comp = math.log(p["base"][sample][x] + 1e-10), 0.0
-                for name, s in zip(names, strengths, strict=True):
-                    q, f = p[name][sample][x], math.copysign(1, s)
-                    c, c2 = (1 + 1 / (1 / (1 + math.exp(-y)) + 1e-10) for y in (q, 1 - q))
-                    main += f * abs(s) * c * math.log(q + 1e-10)
-                    comp += f * 0.1 * c2 * math.log(1 - q + 1e-10)
-                m1 = 1 + (2 + math.exp(-1)) * sum(abs(s) for s in strengths)
-                m2 = (2 + math.exp(-1)) * 0.1 * len(names)
-                z.append(main / m1 + 0.05 * comp / m2)
-            assert combined[sample] == pytest.approx(unit(np.exp(z)), abs=1e-12)
-
-
-def test_palettes_complementary_strength_cancels():
-    steps = distributions("base", "main", "positive", "fluency")
-    weak, strong = (run(methods.get("palette", s_comp=s), steps) for s in (0.1, 1.0))
-    assert np.abs(np.array(weak) - strong).max() < 1e-12
-    assert np.abs(np.array(weak) - run(methods.get("palette", t=0.5), steps)).max() > 1e-3
-
-
-def test_palette_in_half_precision_drops_a_certain_token():
-    certain = torch.tensor([[12.0, 0.0, -1.0, -2.0]])
-    log_probs = {name: certain.log_softmax(1) for name in ("base", "main", "positive", "fluency")}
-    full, half = (
-        normalised(methods.get("palette", numerics=n).combine(log_probs, None))[0]
-        for n in ("float32", "released")
-    )
-    assert full[0] > 0.99
-    assert half[0] == 0
-    assert half[1:] == pytest.approx([0.72, 0.21, 0.06], abs=0.03)
-
-
-def test_con_prefix():
-    steps = distributions("target", "b", "c")
-    for p, combined in zip(
-        steps, run(methods.get("con-prefix", form="hard-contrast", lam=0.7), steps), strict=True
-    ):
-        for sample in range(2):
-            expected = [
-                p["target"][sample][x] ** 1.7 / (p["b"][sample][x] * p["c"][sample][x]) ** 0.35
-                for x in range(5)
-            ]
-            assert combined[sample] == pytest.approx(unit(expected), abs=1e-12)
 
 
 def test_reductions():
@@ -400,6 +159,8 @@ SENTIMENT_AND_TOPIC = [
     for name in ("prefix", "con-prefix", "air-decoding")
     for cell in (("sentiment", "negative"), ("topic", "sports"))
 ]
+
+
 DETOX = [(name, "detox", "nontoxic") for name in ("air-decoding", "negprompt", "preadd", "palette")]
 
 
@@ -445,3 +206,119 @@ def test_texts_that_run_out_of_tokens_are_kept():
     enough = methods.get("air-decoding", omega=1e6)
     made = generate(model, enough, task, "positive", ["The lake"], length=40)
     assert "empty" not in set(made.texts["finish"])
+
+
+def test_zero_strength_is_the_base():
+    steps = distributions("base", "target", "other")
+    base, target = ([p[name] for p in steps] for name in ("base", "target"))
+    for name, parameters, expected in [
+        ("rose", {"strength": 0}, target),
+        ("dexperts", {"strength": 0, "top_p": 1}, base),
+        ("gedi", {"omega": 0, "filter_p": 0, "repetition": 1}, base),
+        ("rsa-control", {"rationality": 0, "adjustment": 0}, base),
+        ("arithmetic", {"formula": "base"}, base),
+    ]:
+        needed = (
+            steps if name != "rose" else [{c: p[c] for c in ("target", "other")} for p in steps]
+        )
+        weights = run(methods.get(name, **parameters), needed)
+        assert np.abs(np.array(weights) - np.array(expected)).max() < 1e-9, name
+
+
+@pytest.mark.parametrize("name", ["dexperts", "gedi", "rsa-control"])
+def test_equal_classes_are_the_base(name):
+    """Branches that agree say nothing about the attribute."""
+    steps = [
+        {"base": p["base"], "target": p["a"], "other": p["a"]} for p in distributions("base", "a")
+    ]
+    parameters = {
+        "dexperts": {"top_p": 1},
+        "gedi": {"filter_p": 0, "repetition": 1},
+        "rsa-control": {},
+    }[name]
+    weights = run(methods.get(name, **parameters), steps)
+    assert np.abs(np.array(weights) - np.array([p["base"] for p in steps])).max() < 1e-9
+
+
+DECODERS = ["rose", "rsa-control", "gedi", "dexperts", "arithmetic", "spa"]
+
+
+CELLS = [("sentiment", "negative"), ("topic", "sports"), ("detox", "nontoxic")]
+
+
+@pytest.mark.parametrize(
+    ("name", "task", "attribute", "model", "length"),
+    [
+        *real_once([(name, *CELLS[i % 3]) for i, name in enumerate(DECODERS)], 12),
+        *(
+            pytest.param(name, *CELLS[j], "tiny-llama", 30, marks=pytest.mark.slow)
+            for i, name in enumerate(DECODERS)
+            for j in range(3)
+            if j != i % 3
+        ),
+    ],
+)
+def test_every_decoder_generates_with_and_without_lapa2(name, task, attribute, model, length):
+    task = load_task(task)
+    model, method = load(model), methods.get_for_task(name, task)
+    length = min(length, 24 if task.length_counts_prompt else 12)
+    texts = {}
+    for alpha in (0.0, method.alpha):
+        settings = {"augmentation": Augmentation(alpha=alpha), "length": length, "trace": "pooled"}
+        made = generate(model, method, task, attribute, task.prompts.texts[:2], **settings)
+        texts[alpha] = made.texts["text"].tolist()
+        assert made.texts["finish"].tolist() == ["length"] * 2
+        assert made.trace["branch"].values.tolist() == [
+            branch.name for branch in method.branches(task, attribute)
+        ]
+    assert texts[0.0] != texts[method.alpha]
+
+
+def test_formulas_do_not_depend_on_the_other_samples():
+    """A union whose weight is 0 at a token of one sample: that one alone stays as it is."""
+    method = methods.get("arithmetic", formula="base - union(target, 0.5*opponents)")
+    rng = torch.Generator().manual_seed(0)
+    log_probs = {
+        name: torch.randn(6, 5, generator=rng).log_softmax(1)
+        for name in ("base", "target", "other")
+    }
+    together = method.combine(log_probs, None)
+    for i in range(6):
+        alone = method.combine({name: rows[i : i + 1] for name, rows in log_probs.items()}, None)
+        assert torch.equal(together[i : i + 1], alone)
+    air = methods.get("air-decoding")
+    wide = {name: torch.full((2, 5), 0.2).log() for name in ("base", "target", "other")}
+    state = {"other": torch.tensor([0.5, 100.0])}
+    for i in range(2):
+        one = {name: rows[i : i + 1] for name, rows in wide.items()}
+        assert torch.equal(
+            air.combine(dict(wide), state)[i],
+            air.combine(one, {"other": state["other"][i : i + 1]})[0],
+        )
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [("gedi", {"filter_p": 0.8}), ("dexperts", {"top_p": 0.9}), ("datg", {"draft_tokens": 4})],
+)
+def test_a_refused_token_leaves_its_place_to_the_next_ones(name, settings, own_cache):
+    """The end of the text is all that a method keeps; without it the draw is of the others, by
+    their weights, and not of all tokens alike."""
+    model = load("tiny-gpt2")
+    cell = cell_of(model, method=name, parameters=settings, attribute="positive", prompts=["The lake"],
+                   length=14, samples=3, eos="block", alpha=0)  # fmt: skip
+    ends = identify(model).end_ids
+    survivor = next(token for token in range(300) if token not in ends)
+    real = loop.log_probs_by_branch
+
+    def nearly_ended(logits, branches):
+        made = torch.full_like(logits, -20.0)
+        made[:, list(ends)] = 5.0
+        made[:, survivor] = 2.0
+        return real(made, branches)
+
+    todo = plan_batches(model, cell, context=ModelContext(model))
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(loop, "log_probs_by_branch", nearly_ended)
+        made = decode_plan(model, todo)
+    assert all(set(tokens) == {survivor} for tokens in made.texts["tokens"])

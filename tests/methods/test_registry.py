@@ -89,7 +89,7 @@ def test_texts_of_the_paper():
 
 def test_unknown_parameters_of_a_method_of_ones_own(tmp_path, monkeypatch):
     (tmp_path / "own_methods.py").write_text(
-        "from dataclasses import dataclass\nfrom lapa2_interp.methods.prefix import"
+        "from dataclasses import dataclass\nfrom lapa2_interp.methods.conditioning import"
         " PrefixConditioning\n@dataclass(frozen=True)\nclass Own(PrefixConditioning):\n    share:"
         " float = 0.5\n"
     )

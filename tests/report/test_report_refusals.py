@@ -21,7 +21,7 @@ from lapa2_interp.errors import (
     TraceError,
 )
 from lapa2_interp.methods.chat import chat_task
-from lapa2_interp.methods.prefix import PrefixConditioning
+from lapa2_interp.methods.conditioning import PrefixConditioning
 from lapa2_interp.page import embedded
 from lapa2_interp.report import view
 from lapa2_interp.tasks.task import Attribute, Prompts, Task

@@ -28,7 +28,7 @@ from lapa2_interp.errors import (
 from lapa2_interp.files import remove_path, result_folder, sha256_of
 from lapa2_interp.generation.cell import Cell
 from lapa2_interp.generation.resolve import cell_of
-from lapa2_interp.methods.prefix import NoControl
+from lapa2_interp.methods.conditioning import NoControl
 from lapa2_interp.runs import store
 from lapa2_interp.runs.attention import one_kind
 from lapa2_interp.runs.engines import LocalPool

@@ -480,7 +480,7 @@ def test_a_bar_moves_inside_a_batch_and_ends_where_the_work_does(
 
 def test_a_worker_shares_between_plans_what_a_method_has_prepared(cells, monkeypatch):
     from lapa2_interp.methods.base import Prepared
-    from lapa2_interp.methods.prefix import PrefixConditioning
+    from lapa2_interp.methods.conditioning import PrefixConditioning
 
     made = []
 
@@ -539,7 +539,7 @@ def test_a_prefix_that_changed_since_the_grid_was_resolved_is_not_used(tmp_path)
 
 DATG = '{{ name = "datg", scorer = "accuracy=WHERE{}" }}'
 CODE = """from dataclasses import dataclass
-from lapa2_interp.methods.prefix import PrefixConditioning
+from lapa2_interp.methods.conditioning import PrefixConditioning
 @dataclass(frozen=True)
 class Own(PrefixConditioning):
     pass

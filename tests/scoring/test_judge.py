@@ -7,6 +7,7 @@ import json
 import logging
 import re
 import ssl
+import sys
 import threading
 import time
 from base64 import b64encode
@@ -75,6 +76,8 @@ class Server:
         self.reply = lambda text: self.replies.pop(0) if len(self.replies) > 1 else self.replies[0]
         self.bodies: list[dict] = []
         self.keys: set[str | None] = set()
+        self.headers: set[str] = set()
+        self.sizes: list[int] = []
         self.closing = threading.Event()
         lock = threading.Lock()
         outer = self
@@ -85,6 +88,8 @@ class Server:
                 with lock:
                     outer.bodies.append(body)
                     outer.keys.add(self.headers["Authorization"])
+                    outer.headers |= {name.lower() for name in self.headers}
+                    outer.sizes.append(int(self.headers["Content-Length"]))
                 reply = outer.reply(judged(body))
                 if self.path != "/v1/chat/completions":
                     reply = Reply(status=404, content=f"no {self.path} here")
@@ -761,6 +766,31 @@ def test_the_key_is_sent_and_is_in_no_file_log_error_or_repr(
     ]
     for text in places:
         assert KEY[:12] not in text
+
+
+def test_a_server_is_not_told_the_machine_the_organization_or_the_project(
+    server, make, monkeypatch
+):
+    for name in ("OPENAI_ORG_ID", "OPENAI_PROJECT_ID", "OPENAI_ADMIN_KEY"):
+        monkeypatch.setenv(name, f"the {name}")
+    assert make().score([item()]) == [(5.0, 4.0, 3.0)]
+    assert server.headers == {
+        "host", "accept", "accept-encoding", "user-agent", "content-type", "content-length", "authorization"
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("text", ["plain", "é \u2019 \U0001f600 \ud7ff", '"\\\n{}\x00'])
+def test_a_request_has_no_more_bytes_than_were_counted_for_its_cost(server, make, text):
+    judge = make()
+    judge.score([item(text)])
+    assert 0 < server.sizes[0] <= judge._largest
+
+
+def test_without_the_client_the_extra_to_install_is_named(server, make, monkeypatch):
+    monkeypatch.setitem(sys.modules, "openai", None)
+    with pytest.raises(ScoringError, match=r'pip install "lapa2-interp\[judge\]"'):
+        make().score([item()])
+    assert server.bodies == []
 
 
 @pytest.mark.parametrize(

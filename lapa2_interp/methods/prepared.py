@@ -1,29 +1,16 @@
-"""DATG: words of the model's own drafts are boosted, or named in the prompt.
+"""Methods that compute something from the model before the first token (`Method.prepare`).
 
-Drafts associate the words with an attribute (section 5.1, baseline).
+    CAA     once per attribute, a vector for the residual stream: `ActivationAddition`
+    DATG    once per prompt, words of the model's own drafts: `Datg`
 
-Once per prompt:
-
-1. draft `drafts` continuations of the bare prompt, 32 tokens each;
-2. q_j = P(attribute | draft j) by a scorer;
-3. two directed graphs over the drafts' tokens: every pair (token, next token) of draft j adds q_j
-   to its edge in the positive graph and 1 - q_j in the negative one;
-4. from each graph the `nodes` tokens of highest PageRank (damping .85) without punctuation, digits
-   and stopwords.
-
-Then, for every token, at temperature .7, top-k 200, top-p .9:
-
-    form "L"   log w = log P_base + boost [x among the positive words] - avoid [x among the negative words]
-    form "P"   log w = log P of the prompt after a sentence that names both lists
-
-Of a word only the first token counts; a token that is listed twice counts twice. The released code
-drafts, boosts and samples in this way; the paper has another sentence for form "P".
-"""  # noqa: E501
+FreeCtrl, which also chooses neurons and draws texts again, has a file of its own: `freectrl`.
+"""
 
 from __future__ import annotations
 
 import string
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass as plain_dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -35,7 +22,9 @@ from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
+from lapa2_interp._util.parsing import read_text
 from lapa2_interp._util.values import Count
+from lapa2_interp.bias.places import FORMS, read_place
 from lapa2_interp.errors import MethodError, parameter
 from lapa2_interp.methods.base import (
     BatchStart,
@@ -43,22 +32,132 @@ from lapa2_interp.methods.base import (
     LogProbs,
     Method,
     MethodContext,
+    Passes,
     Prepared,
     State,
     check_branches,
     nucleus,
 )
-from lapa2_interp.tasks.task import Task
+from lapa2_interp.tasks.task import Task, extra_prompts
 from lapa2_interp.tasks.word_lists import STOPWORDS
 
 if TYPE_CHECKING:
     import networkx as nx
 
+MOST_TEXTS = 32
+"""Texts of the mean of CAA, by default."""
 SENTENCE = (
     "This passage emphasizes themes such as {positive}. It deliberately avoids topics like"
     " {negative}. Given this context,"
 )
 PUNCTUATION = frozenset(string.punctuation + "“”‘’…–—«»\ufffd、。，；：？！（）【】《》\n")
+
+
+@dataclass(frozen=True, config=ConfigDict(extra="forbid"))
+class ActivationAddition(Method):
+    """Contrastive activation addition: a vector is added to the residual stream at every new token.
+
+        v_i = mean over texts t of h_i(prefix_a + t) - mean over c != a of h_i(prefix_c + t)
+        h_i <- h_i + strength v_i   after the layers i, from the last token of the prompt on
+
+    h_i is the residual stream after layer i, read at the last token. This is the method of Rimsky
+    et al. (2024, arXiv 2312.06681) with pairs of texts that differ by their prefix; the original
+    has pairs of a question with either answer, one layer, and the same tokens to add to. Choose
+    layers and strength on prompts that are not those of a comparison.
+
+    Args:
+        strength: The number of times that the vector is added; below 0 it is subtracted. At 0 the
+            texts are those of the model alone.
+        layers: "middle", the layer in the middle, or numbers such as "5" or "4-6"; each has a
+            vector of its own.
+        texts: A file of texts, one a line, over which the vector is a mean; by default the first
+            32 of the prompts that the package has for a run's need of more (`tasks/more`).
+        with_prefix: The prompt stands behind the attribute's hard prefix, on which LaPA2 can act.
+    """
+
+    name: ClassVar[str] = "caa"
+    paper_name: ClassVar[str] = "CAA"
+    equation: ClassVar[str] = (
+        "h_i := h_i + strength (mean h_i after prefix a - mean h_i after the others)"
+    )
+    alpha: ClassVar[float] = 0.0
+    in_paper: ClassVar[bool] = False
+    files: ClassVar[tuple[str, ...]] = ("texts",)
+    changes_network: ClassVar[bool] = True
+    when_empty: ClassVar[str] = (
+        "strength is so large that the model's numbers overflow; choose one nearer to 0"
+    )
+    strength: Annotated[float, Field(allow_inf_nan=False)] = 1.0
+    layers: str | int = "middle"
+    texts: str = ""
+    with_prefix: bool = False
+
+    def branches(self, task: Task, attribute: str) -> tuple[Branch, ...]:
+        task.others(attribute)
+        prefix = task.prefix(attribute)
+        return (Branch("prefix", prefix),) if self.with_prefix else (Branch("base"),)
+
+    def combine(self, log_probs: LogProbs, state: State) -> Float[Tensor, "sample vocab"]:
+        name = "prefix" if self.with_prefix else "base"
+        return check_branches(log_probs, name)[name]
+
+    def prepare(self, context: MethodContext, task: Task, attribute: str, prompt: str) -> Prepared:
+        if self.strength == 0:
+            return Prepared()
+        vectors = context.cached(
+            ("activation addition", self, task.model_dump_json(), attribute),
+            lambda: self.vectors(context, task, attribute),
+        )
+        norms = {str(layer): round(float(vector.norm()), 4) for layer, vector in vectors.items()}
+        return Prepared(vectors, summary={"norm of the vector, by layer": norms})
+
+    def intervene(self, passes: Passes, prepared: Prepared) -> AbstractContextManager[None]:
+        return passes.shift(prepared.known or {})
+
+    def vectors(
+        self, context: MethodContext, task: Task, attribute: str
+    ) -> Mapping[int, Float[Tensor, " d_model"]]:
+        """What is added, by layer.
+
+        Raises:
+            MethodError: The model has no such layer, or the file of texts cannot be read.
+            TaskError: The task has no other attribute.
+        """
+        texts = self._read_texts() if self.texts else _default_texts(task)
+        mean_of_attribute, *means_of_others = (
+            context.mean_residual(task.prefix(name), texts)
+            for name in (attribute, *task.others(attribute))
+        )
+        mean_of_others = torch.stack(means_of_others).mean(dim=0)
+        difference = self.strength * (mean_of_attribute - mean_of_others)  # layer d_model
+        return {layer: difference[layer] for layer in self._layer_numbers(len(difference))}
+
+    def _layer_numbers(self, n_layers: int) -> tuple[int, ...]:
+        text = str(self.layers)
+        layers = (n_layers // 2,) if text == "middle" else read_place("layers", text)
+        if not isinstance(layers, tuple):
+            allowed = f"'middle' or {FORMS['layers']}"
+            raise MethodError(f"caa: layers: takes {allowed}; found {text[:80]!r}")
+        if max(layers) >= n_layers:
+            raise MethodError(
+                f"caa: layer {max(layers)} does not exist; the model has layers 0-{n_layers - 1}"
+            )
+        return tuple(sorted(set(layers)))
+
+    def _read_texts(self) -> tuple[str, ...]:
+        try:
+            texts = tuple(filter(str.strip, read_text(Path(self.texts)).splitlines()))
+        except (OSError, ValueError) as error:
+            raise MethodError(f"caa: cannot read the texts in {self.texts}: {error}") from None
+        if not texts:
+            raise MethodError(f"caa: {self.texts} has no texts; give a file with one a line")
+        return texts
+
+
+def _default_texts(task: Task) -> tuple[str, ...]:
+    """The package's prompts, those of a built-in task if it is one: a text then depends on no other
+    prompt of its run."""
+    return (extra_prompts(task.name) or extra_prompts("sentiment"))[:MOST_TEXTS]
 
 
 @plain_dataclass(frozen=True)
@@ -73,7 +172,26 @@ class PromptWords:
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid"))
 class Datg(Method):
-    """DATG. LaPA2 has a prefix to act on in form "P" only; the paper does not combine the two.
+    """DATG: words of the model's own drafts are boosted, or named in the prompt (section 5.1).
+
+    It is a baseline of the paper, which does not combine it with LaPA2: there is a prefix to act on
+    in form "P" only. Drafts associate the words with an attribute. Once per prompt:
+
+    1. draft `drafts` continuations of the bare prompt, 32 tokens each;
+    2. q_j = P(attribute | draft j) by a scorer;
+    3. two directed graphs over the drafts' tokens: every pair (token, next token) of draft j adds
+       q_j to its edge in the positive graph and 1 - q_j in the negative one;
+    4. from each graph the `nodes` tokens of highest PageRank (damping .85) without punctuation,
+       digits and stopwords.
+
+    Then, for every token, at temperature .7, top-k 200, top-p .9:
+
+        form "L"   log w = log P_base + boost [x among the positive words]
+                           - avoid [x among the negative words]
+        form "P"   log w = log P of the prompt after a sentence that names both lists
+
+    Of a word only the first token counts; a token that is listed twice counts twice. The released
+    code drafts, boosts and samples in this way; the paper has another sentence for form "P".
 
     Args:
         form: "L" boosts logits, "P" names the words in a sentence before the prompt.

@@ -1,0 +1,9 @@
+from .hooked import augmented as augmented
+from .recorder import Recorder as Recorder
+from .soft_arguments import soft_inputs as soft_inputs
+from .tables import fit_table as fit_table
+from .tables import head_table as head_table
+from .tables import local_ratio as local_ratio
+from .tables import pooled as pooled
+from .tables import prefix_token_table as prefix_token_table
+from .tables import step_table as step_table

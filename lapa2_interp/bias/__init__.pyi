@@ -1,0 +1,2 @@
+from . import recipes as recipes
+from . import theory as theory

@@ -1,0 +1,10 @@
+from .registry import ScorerOptions as ScorerOptions
+from .registry import make_scorer as make_scorer
+from .registry import score_texts as score_texts
+from .scorer import ScoreCache as ScoreCache
+from .scorer import Scorer as Scorer
+from .scorer import SkippedText as SkippedText
+from .scorer import TextItem as TextItem
+from .scorer import expand_scorers as expand_scorers
+from .scorer import run_scorer as run_scorer
+from .tables import score_table as score_table
