@@ -176,8 +176,8 @@ class Gate(Method):
     Three things differ:
 
     - `_rank_layers` orders the layers at the first step of each text; `order` is one for a run.
-      Take that of `analyses/tools/layer_order.py`, which ranks in the same way, over prompts that the run
-      does not have.
+      Take that of `analyses/tools/layer_order.py`, which ranks in the same way, over prompts that
+      the run does not have.
     - All attempts are computed at every step; DIRECTER stops at the first that it accepts.
     - DIRECTER keeps no keys of a steered pass. So it is here with `key-scale`, whose phase is
       `predicting_only`; with other phases each branch reads what it steered before, refused or not.
