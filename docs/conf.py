@@ -158,10 +158,10 @@ def link_the_checkout(app, doctree):
                 continue
             name = path.relative_to(ROOT).as_posix()
             of_study = path.name == "README.md" and path.parent.parent == ANALYSES
-            page = f"/studies/{path.parent.name}" if of_study else f"/{path.stem.lower()}"
-            has_page = of_study or path.parent == ROOT
-            if has_page and page[1:] in app.env.found_docs:
-                link = addnodes.pending_xref(**node.attributes | {"reftarget": page})
+            page = f"studies/{path.parent.name}" if of_study else path.stem.lower()
+            if (of_study or path.parent == ROOT) and page in app.env.found_docs:
+                to_page = {"refdomain": "doc", "reftarget": page, "reftargetid": None}
+                link = addnodes.pending_xref(**node.attributes | to_page)
             elif path.suffix == ".html":
                 link = nodes.reference(refuri="../" * document.count("/") + name)
             else:
