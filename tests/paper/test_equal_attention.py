@@ -26,6 +26,7 @@ def script():
     sys.path.pop(0)
 
 
+@pytest.mark.long
 def test_every_set_of_the_grid_gives_the_prefix_the_same_attention(script, monkeypatch):
     monkeypatch.setattr(script, "FAR_DOWN", -0.5)  # of few heads, one that is hidden lacks
     model = load("planted", model_class="TransformersModel")
