@@ -339,9 +339,7 @@ def test_a_tokenizer_of_gpt2s_class_counts_the_bos_that_it_adds(gpt2_tokenizer):
     assert layout.counted == Layout.of(gpt2_tokenizer, "Very positive:", "The lake").counted + 1
 
 
-@pytest.mark.parametrize(
-    "name", [*TINY, pytest.param("smollm2-135m", marks=pytest.mark.long)]
-)
+@pytest.mark.parametrize("name", [*TINY, pytest.param("smollm2-135m", marks=pytest.mark.long)])
 def test_transformer_lens_tokenises_text_as_the_layout_does(name):
     model = load(name)
     layout = Layout.of(model.tokenizer, "Very positive:", "The lake")

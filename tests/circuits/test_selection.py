@@ -175,6 +175,7 @@ def test_damaged_files(tmp_path):
         Selection.load(tmp_path / "bad.json")
 
 
+@pytest.mark.long
 def test_the_commands(tmp_path, capsys):
     """The card that one command writes is read by the other; the page says what it found."""
     key, card, out = answer_key("planted").heads, tmp_path / "card.json", tmp_path / "fading"

@@ -275,6 +275,7 @@ later = ["{prompt:2}"]
 """
 
 
+@pytest.mark.long
 def test_a_sweep_that_is_killed_between_turns_gives_the_same_bytes(chatting, tmp_path, monkeypatch):
     monkeypatch.setattr(worker, "load_model", lambda *_, **__: chatting)
     (tmp_path / "calm.toml").write_text(TASK)

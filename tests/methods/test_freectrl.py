@@ -188,6 +188,7 @@ def test_reading_again_changes_nothing_by_itself(words_model, word_file):
         assert np.array_equal(np.isnan(a), np.isnan(b))
 
 
+@pytest.mark.long
 def test_refused_texts_are_drawn_again_with_other_numbers(words_model, word_file, monkeypatch):
     """Texts and traces are those of the first trial that is accepted, else of the last; each trial
     has random numbers of its own."""

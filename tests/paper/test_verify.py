@@ -23,6 +23,8 @@ from lapa2_interp.paper.proposition_study import (
 )
 from lapa2_interp.runs.run import load_run
 
+pytestmark = pytest.mark.usefixtures("without_ink")
+
 FORCED = {"tiny-llama, the same texts", "tiny-llama, 3 x 100 tokens of book.txt"}
 SMALL = ["--model", "tiny-llama", "--length", "36", "--synthetic-length", "1000"]
 

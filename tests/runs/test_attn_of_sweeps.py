@@ -62,6 +62,7 @@ def texts_and_traces(run):
     return facts
 
 
+@pytest.mark.long
 def test_a_resumed_sweep_without_the_matrix_has_the_same_bits(grid, tmp_path, monkeypatch):
     """Begun in this process, and finished by two others."""
     notes, fused = [], {"attn": "fused", "workers": 1}
