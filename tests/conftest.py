@@ -373,6 +373,24 @@ def own_cache(tmp_path, monkeypatch):
 
 
 @pytest.fixture(scope="module")
+def shared_models():
+    """Commands and functions that are given a small model's name load it once in a module, not once
+    a call."""
+    from lapa2_interp.models import load as loading
+
+    real, loaded = loading.load_model, functools.cache(loading.load_model)
+
+    def load_model(name, *settings, **more):
+        return (loaded if name in (*TINY, "planted") else real)(name, *settings, **more)
+
+    with pytest.MonkeyPatch.context() as patched:
+        for module in [*sys.modules.values()]:
+            if vars(module).get("load_model") is real and module.__name__ != "lapa2_interp":
+                patched.setattr(module, "load_model", load_model)
+        yield
+
+
+@pytest.fixture(scope="module")
 def without_ink():
     """Figures are composed and not drawn: their files hold an empty picture. Drawing takes longer
     than what most studies of small models compute; tests of pages and plots draw."""

@@ -19,6 +19,8 @@ from lapa2_interp.cli.app import main
 from lapa2_interp.models.planted import answer_key
 from tests.conftest import load
 
+pytestmark = pytest.mark.usefixtures("shared_models")
+
 ATTRIBUTE = 1
 """Position of the attribute in "Very positive:"."""
 
