@@ -241,6 +241,7 @@ def test_a_hooked_transformer_reads_as_many_rows_as_memory_has(words_model, word
     assert in_parts.texts.equals(at_once.texts)
 
 
+@pytest.mark.long
 def test_freectrl_draws_until_its_authors_test_is_passed(words_model, word_file):
     task, prompts = load_task("sentiment"), ["The lake", "The horse and the"]
     every = freectrl(word_file, u=1.0)
