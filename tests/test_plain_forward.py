@@ -236,6 +236,7 @@ def sums_of(attention, branch, n_new):
 # --- the comparison
 
 
+@functools.cache
 def model_of(name, kind, start):
     if kind == FUSED:
         return load_model(name, "float64", "cpu", PLAIN, attn="fused", start=start)
@@ -330,8 +331,8 @@ def can_run(method, kind):
 
 
 COMBINATIONS = [
-    (Case(method, family), kind)
-    for method, family, kind in itertools.product(METHODS, TINY, KINDS)
+    (Case(method, TINY[(i + j) % len(TINY)]), kind)
+    for (i, method), (j, kind) in itertools.product(enumerate(METHODS), enumerate(KINDS))
     if can_run(method, kind)
 ]
 
@@ -344,7 +345,7 @@ COMBINATIONS = [
     ],
 )
 def test_a_run_is_decoding_by_hand(case, kind, rule, tmp_path, drawn):
-    """Each method in each family and class, with rules in turn."""
+    """Each method in each class; families and rules take turns."""
     compare(case, kind, (rule,), tmp_path, drawn)
 
 

@@ -415,8 +415,10 @@ def test_caps_are_counted_with_the_trace(tiny):
     assert written.trace.caps.shape == (1, 2, 4)
 
 
-@pytest.mark.parametrize("law", ["blocked", "target", "power"])
-@pytest.mark.parametrize("method", ["air-decoding", "preadd", "palette"])
+@pytest.mark.parametrize(
+    ("law", "method"),
+    [("blocked", "air-decoding"), ("target", "preadd"), ("power", "palette")],
+)
 def test_methods_generate_the_same_with_and_without_hooks(law, method):
     made = [
         generate(

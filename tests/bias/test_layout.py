@@ -7,7 +7,7 @@ from itertools import product
 
 import numpy as np
 import pytest
-from conftest import continue_chat, load
+from conftest import TINY, continue_chat, load
 from oracle import oracle_bias
 
 from lapa2_interp import Augmentation, generate
@@ -339,7 +339,7 @@ def test_a_tokenizer_of_gpt2s_class_counts_the_bos_that_it_adds(gpt2_tokenizer):
     assert layout.counted == Layout.of(gpt2_tokenizer, "Very positive:", "The lake").counted + 1
 
 
-@pytest.mark.parametrize("name", ["tiny-gpt2", "tiny-llama", "tiny-neox", "smollm2-135m"])
+@pytest.mark.parametrize("name", [*TINY, pytest.param("smollm2-135m", marks=pytest.mark.long)])
 def test_transformer_lens_tokenises_text_as_the_layout_does(name):
     model = load(name)
     layout = Layout.of(model.tokenizer, "Very positive:", "The lake")

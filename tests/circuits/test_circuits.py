@@ -73,7 +73,11 @@ def test_logits_are_those_of_the_plain_forward_pass(tiny, model_class):
 
 
 @pytest.mark.parametrize(
-    ("name", "replacement"), [*product(TINY, ("cut", "mean")), ("smollm2-135m", "cut")]
+    ("name", "replacement"),
+    [
+        *product(TINY, ("cut", "mean")),
+        pytest.param("smollm2-135m", "cut", marks=pytest.mark.long),
+    ],
 )
 def test_heads_that_do_not_see_the_prefix_leave_no_control(name, replacement):
     """What later queries know of a prefix comes through its keys and values alone."""

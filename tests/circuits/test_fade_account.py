@@ -210,6 +210,7 @@ def test_shares_are_means_over_all_orders():
     assert sum(row["share"] for row in rows.values()) == pytest.approx(1)
 
 
+@pytest.mark.long
 def test_it_goes_on_from_its_file(tmp_path, monkeypatch):
     from lapa2_interp.circuits import fade_account as module
 

@@ -20,6 +20,8 @@ from lapa2_interp.models import facts_of
 from lapa2_interp.models.planted import FILLERS, NEGATIVE, POSITIVE, answer_key
 from tests.conftest import load
 
+pytestmark = pytest.mark.usefixtures("shared_models")
+
 TOKENS = 4
 
 

@@ -23,6 +23,8 @@ from lapa2_interp.errors import CircuitError
 from lapa2_interp.models.facts import facts_of
 from lapa2_interp.report.study_page import render_study
 
+pytestmark = pytest.mark.usefixtures("without_ink")
+
 PROMPTS = ("The lake", "The book", "The city", "The road", "The horse", "The movie", "The pizza", "The country")  # fmt: skip
 
 
@@ -147,6 +149,7 @@ def placebo_folder(tmp_path_factory):
     return folder
 
 
+@pytest.mark.long
 def test_a_placebo_stands_beside_every_map(placebo_folder):
     table = pd.read_csv(placebo_folder / "placebo.csv").set_index(["map", "kind"])
     for over in ("layer", "kv", "head", "position"):

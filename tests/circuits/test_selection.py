@@ -19,6 +19,8 @@ from lapa2_interp.errors import AugmentationError, CircuitError
 from lapa2_interp.models.planted import answer_key
 from tests.conftest import load
 
+pytestmark = pytest.mark.usefixtures("shared_models")
+
 ATTRIBUTE = 1
 """Position of the attribute in "Very positive:"."""
 
@@ -175,6 +177,7 @@ def test_damaged_files(tmp_path):
         Selection.load(tmp_path / "bad.json")
 
 
+@pytest.mark.long
 def test_the_commands(tmp_path, capsys):
     """The card that one command writes is read by the other; the page says what it found."""
     key, card, out = answer_key("planted").heads, tmp_path / "card.json", tmp_path / "fading"

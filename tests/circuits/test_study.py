@@ -19,6 +19,8 @@ from lapa2_interp.models.planted import answer_key
 from lapa2_interp.report.study_page import render_study
 from lapa2_interp.tasks.task import Attribute
 
+pytestmark = pytest.mark.usefixtures("shared_models")
+
 ROOT = Path(__file__).parents[2]
 PROMPTS = ("The lake", "The book", "The city", "The road", "The horse", "The movie", "The pizza", "The country")  # fmt: skip
 SMALL = {"prompts": PROMPTS[:2], "tokens": 2, "best": 1, "report": str}

@@ -18,6 +18,8 @@ from lapa2_interp.cli.app import join_dashed_values, main
 from lapa2_interp.errors import Lapa2Error, LayoutError, ModelError, TaskError, TraceError
 from lapa2_interp.runs.run import finished_cell, load_run
 
+pytestmark = pytest.mark.usefixtures("shared_models")
+
 ROOT = Path(__file__).parents[2]
 GENERATE = "generate --model tiny-gpt2 --attribute positive --prompt 'The lake' --length 16"
 

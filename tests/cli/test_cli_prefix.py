@@ -12,6 +12,8 @@ from lapa2_interp.prefixes import soft_prefix
 from lapa2_interp.prefixes.soft_prefix import RESERVED_SETS, load_prefix
 from lapa2_interp.runs.run import finished_cell, load_run
 
+pytestmark = pytest.mark.usefixtures("shared_models")
+
 TRAIN = (
     "prefix train --model tiny-llama --task sentiment --set dtype=float32 --set slots=3 --set"
     " batch=4 --set lr=0.05"

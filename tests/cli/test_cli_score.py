@@ -15,6 +15,8 @@ from lapa2_interp.methods import registry as methods
 from lapa2_interp.runs.run import load_run
 from lapa2_interp.tasks.task import Task
 
+pytestmark = pytest.mark.usefixtures("shared_models")
+
 
 @pytest.fixture(autouse=True)
 def scores_of_this_test(own_cache):

@@ -13,6 +13,8 @@ from lapa2_interp.cli.app import app, main
 from lapa2_interp.commands import command, command_options
 from lapa2_interp.runs.run import load_run
 
+pytestmark = pytest.mark.usefixtures("shared_models")
+
 PACKAGE = Path(lapa2_interp.__file__).parent
 FILES = [*PACKAGE.rglob("*.py"), *(PACKAGE.parent / "analyses").rglob("*.py")]
 TREES = {file: ast.parse(file.read_text("utf-8")) for file in FILES}

@@ -335,17 +335,16 @@ def test_nothing_stays_hooked_after_generation():
     ]
 
 
-@pytest.mark.parametrize("profile", ["paper", "released"])
 @pytest.mark.parametrize(
-    ("name", "task", "attribute", "parameters"),
+    ("name", "task", "attribute", "parameters", "profile"),
     [
-        ("prefix", "topic", "world", {}),
-        ("con-prefix", "sentiment", "negative", {}),
-        ("con-prefix", "sentiment", "negative", {"form": "hard-contrast"}),
-        ("air-decoding", "sentiment", "positive", {"omega": 3.0}),
-        ("air-decoding", "topic", "sports", {"omega": 3.0, "pro_aug": False}),
-        ("preadd", "detox", "nontoxic", {"pro_aug": True}),
-        ("palette", "sentiment", "positive", {}),
+        ("prefix", "topic", "world", {}, "released"),
+        ("con-prefix", "sentiment", "negative", {}, "paper"),
+        ("con-prefix", "sentiment", "negative", {"form": "hard-contrast"}, "released"),
+        ("air-decoding", "sentiment", "positive", {"omega": 3.0}, "paper"),
+        ("air-decoding", "topic", "sports", {"omega": 3.0, "pro_aug": False}, "released"),
+        ("preadd", "detox", "nontoxic", {"pro_aug": True}, "paper"),
+        ("palette", "sentiment", "positive", {}, "released"),
     ],
 )
 def test_every_methods_texts_follow_from_separate_branches(

@@ -55,6 +55,7 @@ def table(run, name):
     return pd.read_csv(run / "tables" / f"{name}.csv", keep_default_na=False, na_values=[""])
 
 
+@pytest.mark.long
 def test_deep_reads_what_the_law_leaves(tmp_path):
     """In layer 0, whose inputs are the text alone, LaPA2 multiplies the odds by the law exactly;
     shares and the rest are those of two readings, window by window."""

@@ -143,6 +143,7 @@ def test_keys_of_stored_cells_stay(run):
     assert len(load_run(run).finished) == 135
 
 
+@pytest.mark.long
 def test_stored_scores_are_those_of_the_float32_scorers(run):
     """Scores of one text per task. float32 sums in another order move a text's mean -ln p by some
     1e-6, and bfloat16 by 1e-2."""
@@ -181,6 +182,7 @@ def test_traces_of_every_head_and_of_two_steps(tmp_path, capsys):
         pd.testing.assert_frame_equal(tables["full", item], tables["pooled", item], atol=1e-5)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("item", ITEMS)
 def test_every_script_makes_its_golden_table(item, run, printed):
     shown = printed(item)["printed"]
@@ -478,6 +480,7 @@ def test_a_grid_without_an_items_methods_is_refused(item, mine):
         mine(item, method=["negprompt"], arm=["alpha 1 paper"])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("item", "task", "alphas"),
     [("sent_topic", "sentiment", [0.0, 0.5]), ("detox", "detox", [0.0, 1.0, 1.5])],
@@ -1016,6 +1019,7 @@ def test_the_same_and_no_difference_are_one_test():
     assert (more["raw"].item(), same["raw"].item()) == ("no difference", "as in the paper")
 
 
+@pytest.mark.long
 def test_both_families_of_tests_err_at_their_rate():
     """Six true differences of 0, and six as large as the margin: the share of items with any wrong
     sign, or any wrong "no difference", is at most 5 % (400 items: three standard errors more)."""

@@ -25,6 +25,7 @@ def recompute(monkeypatch):
     return module
 
 
+@pytest.mark.long
 def test_headlines_are_those_of_their_labels(recompute, capsys):
     assert recompute.main() == 0
     lines = capsys.readouterr().out.splitlines()
@@ -39,6 +40,7 @@ def test_headlines_at_equal_perplexity_are_those_of_their_labels(recompute, caps
     assert recompute.main() == 0, capsys.readouterr().out
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("change", ["a label", "two arms", "a row"])
 def test_a_change_is_seen(recompute, tmp_path, capsys, change):
     """Of a label, of the names of two arms, or of a number of the table."""

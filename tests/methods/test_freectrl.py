@@ -188,6 +188,7 @@ def test_reading_again_changes_nothing_by_itself(words_model, word_file):
         assert np.array_equal(np.isnan(a), np.isnan(b))
 
 
+@pytest.mark.long
 def test_refused_texts_are_drawn_again_with_other_numbers(words_model, word_file, monkeypatch):
     """Texts and traces are those of the first trial that is accepted, else of the last; each trial
     has random numbers of its own."""
@@ -240,6 +241,7 @@ def test_a_hooked_transformer_reads_as_many_rows_as_memory_has(words_model, word
     assert in_parts.texts.equals(at_once.texts)
 
 
+@pytest.mark.long
 def test_freectrl_draws_until_its_authors_test_is_passed(words_model, word_file):
     task, prompts = load_task("sentiment"), ["The lake", "The horse and the"]
     every = freectrl(word_file, u=1.0)

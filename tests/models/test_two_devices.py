@@ -184,7 +184,7 @@ TARGET = Augmentation(alpha=1, law="target", tau=0.3)
     [
         ("tiny-gpt2", "preadd", Augmentation(alpha=1.0)),
         pytest.param("tiny-neox", "preadd", Augmentation(alpha=1.0), marks=pytest.mark.slow),
-        ("tiny-llama", "soft", Augmentation(alpha=1.0)),
+        pytest.param("tiny-llama", "soft", Augmentation(alpha=1.0), marks=pytest.mark.long),
         ("tiny-llama", "prefix", TARGET),
     ],
 )

@@ -23,6 +23,8 @@ from lapa2_interp.propositions.study import (
 )
 from lapa2_interp.runs.run import load_run
 
+pytestmark = pytest.mark.usefixtures("without_ink")
+
 FORCED = {"tiny-llama, the same texts", "tiny-llama, 3 x 100 tokens of book.txt"}
 SMALL = ["--model", "tiny-llama", "--length", "36", "--synthetic-length", "1000"]
 
@@ -37,6 +39,7 @@ def folder(tmp_path_factory):
     return where / "out"
 
 
+@pytest.mark.long
 def test_the_folder(folder):
     assert {path.name for path in folder.iterdir()} == {
         "study.json", "report.html", "tables", "figures", "synthetic.nc", "forced.nc", "long.nc", "free.nc", "free",
@@ -59,6 +62,7 @@ def test_long_texts_are_read_without_the_matrix_where_that_is_possible(tmp_path)
     assert type(_load_long_reader(str(of_hooks), "float32", None)).__name__ in MODEL_CLASSES
 
 
+@pytest.mark.long
 def test_verdicts_say_all_three_sources(folder):
     verdicts = pd.read_csv(folder / "tables" / "verdicts.csv")
     assert set(verdicts["verdict"]) <= {"as in the paper", "against the paper", "inconclusive"}
@@ -72,6 +76,7 @@ def test_verdicts_say_all_three_sources(folder):
     assert (law["verdict"] == "as in the paper").all()
 
 
+@pytest.mark.long
 def test_the_law_recomputed_from_the_stored_trace(folder):
     """log-odds of the first layer rise by alpha * log(l/l_pre): nothing of ours between the file
     and the number."""
@@ -84,6 +89,7 @@ def test_the_law_recomputed_from_the_stored_trace(folder):
     assert np.nanmax(np.abs(rise - expected[..., None])) < 1e-3
 
 
+@pytest.mark.long
 def test_figures_are_drawn_from_their_tables(folder):
     tables = {path.stem: pd.read_csv(path) for path in (folder / "tables").glob("*.csv")}
     names = set(draw_figures(tables))
@@ -116,6 +122,7 @@ def test_figures_are_drawn_from_their_tables(folder):
             assert drawn[label] == pytest.approx(part[column].to_numpy(), nan_ok=True)
 
 
+@pytest.mark.long
 def test_baseline_alone_and_alphas_given_twice(tmp_path):
     results = run_proposition_study(
         out=tmp_path / "study", model="tiny-llama", length=40, synthetic_length=0,
@@ -178,6 +185,7 @@ def test_bad_input(options, message, tmp_path, capsys):
     assert not (tmp_path / "x").exists()
 
 
+@pytest.mark.long
 def test_a_finished_study_is_not_replaced(folder, capsys):
     assert main(["propositions", "--out", str(folder), *SMALL]) == 2
     assert "is finished; --force replaces it" in capsys.readouterr().err

@@ -792,6 +792,7 @@ def test_hostile_text_does_not_act(browser, tmp_path):
     quiet(browser, page_file)
 
 
+@pytest.mark.long
 def test_a_frame_of_a_notebook_shows_it(browser, shown, tmp_path, monkeypatch):
     page_file = tmp_path / "notebook.html"
     listen = (

@@ -62,12 +62,13 @@ def texts_and_traces(run):
     return facts
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-def test_a_resumed_sweep_without_the_matrix_has_the_same_bits(grid, tmp_path, monkeypatch, workers):
+@pytest.mark.long
+def test_a_resumed_sweep_without_the_matrix_has_the_same_bits(grid, tmp_path, monkeypatch):
+    """Begun in this process, and finished by two others."""
     notes, fused = [], {"attn": "fused", "workers": 1}
     sweep_on_cpu(grid, tmp_path / "one", notes, **fused)
     stopped_after(1, monkeypatch, lambda: sweep_on_cpu(grid, tmp_path / "two", notes, **fused))
-    sweep_on_cpu(grid, tmp_path / "two", notes, attn="fused", workers=workers)
+    sweep_on_cpu(grid, tmp_path / "two", notes, attn="fused", workers=2)
     assert not [note for note in notes if "made again" in note]
     one, two = (texts_and_traces(load_run(tmp_path / name)) for name in ("one", "two"))
     assert one == two

@@ -350,7 +350,7 @@ def test_kill_anywhere_repeat_the_same_bytes(undisturbed, monkeypatch):
     run_state_machine_as_test(
         Sweeps,
         settings=settings(
-            max_examples=25, stateful_step_count=6, derandomize=True, database=None, deadline=None,
+            max_examples=12, stateful_step_count=6, derandomize=True, database=None, deadline=None,
             print_blob=False, phases=[Phase.generate], suppress_health_check=[*HealthCheck],
         ),
     )  # fmt: skip

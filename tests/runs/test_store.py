@@ -15,7 +15,7 @@ from jobs import FakeWorker, Serial, edit, in_batches
 from lapa2_interp import Augmentation, generate, load_run
 from lapa2_interp.attention.tables import step_table
 from lapa2_interp.cli.app import main
-from lapa2_interp.errors import RunError
+from lapa2_interp.errors import DamagedError, RunError
 from lapa2_interp.files import result_folder
 from lapa2_interp.generation.cell import _with_slot
 from lapa2_interp.generation.resolve import cell_of
@@ -327,6 +327,16 @@ def test_one_record_with_a_wrong_count_of_batches_is_found_by_the_next_batch(bat
     edit(folder / "001.json", n_batches=5)
     assert "n_batches was 5 and is 3" in "".join(again(batched))
     assert texts_of(batched) == wanted
+
+
+def test_texts_that_are_not_those_that_were_written_are_damage(batched):
+    """Although they can be read: only their sha256 tells."""
+    ((key, cell),) = batched.by_key.items()
+    folder = batched.cell_folder(key)
+    table = pd.read_parquet(folder / "001.parquet")
+    table.assign(text=table["text"] + "!").to_parquet(folder / "001.parquet", index=False)
+    with pytest.raises(DamagedError, match="its sha256 is not that in 001.json"):
+        store.read_texts(folder, 1, cell)
 
 
 @pytest.mark.parametrize(

@@ -150,6 +150,7 @@ def test_texts_without_a_number_are_left_out():
         assert points.loc[key, "perplexity"] == pytest.approx(np.exp(part["nll"].mean()))
 
 
+@pytest.mark.long
 def test_intervals_cover_and_nulls_are_rejected_at_their_rate():
     """200 data sets whose truth is known; the differences are truly 0 in one family of two."""
     trials, x = 200, np.log(1.1)
