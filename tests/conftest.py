@@ -79,7 +79,11 @@ if LOWEST:
 collect_ignore += LACKING
 
 
+@pytest.hookimpl(tryfirst=True)  # before marks select
 def pytest_collection_modifyitems(config, items):
+    for item in items:
+        if item.path.parent.name == "lab":  # what only the lab needs
+            item.add_marker(pytest.mark.long)
     if HAS_HOOKED and not LOWEST:
         selected, left = [], []
         for item in items:

@@ -26,7 +26,6 @@ def run(bench, monkeypatch, words):
     bench.main()
 
 
-@pytest.mark.long
 def test_the_study_writes_a_table_and_a_page(bench, without_types, monkeypatch, tmp_path, capsys):
     threads = torch.get_num_threads()
     monkeypatch.setattr(bench, "COPIED", 1 << 22)
@@ -110,7 +109,6 @@ def test_shapes_have_the_size_of_their_models(bench, shape, size):
     assert network.num_parameters() == size
 
 
-@pytest.mark.long
 def test_growth_measures_its_points_and_finds_exponents():
     from analyses.speed import growth
 

@@ -53,7 +53,6 @@ def lex(model, asked, heads):
     return asked.by_prompt(np.nanmean(score, axis=1))
 
 
-@pytest.mark.long
 def test_faithfulness_is_lex_of_these_heads_alone(tables):
     model, card, frames, _ = tables
     asked = ContrastSet.of(model, "sentiment", prompts=PROMPTS[:4], tokens=6)
@@ -69,7 +68,6 @@ def test_faithfulness_is_lex_of_these_heads_alone(tables):
     assert table["area"].tolist() == pytest.approx([expected] * len(table), abs=1e-4)
 
 
-@pytest.mark.long
 def test_sets_of_heads_and_minimality_are_judged_on_other_prompts(tables):
     model, card, frames, left_out = tables
     further, asked = (

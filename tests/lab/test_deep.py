@@ -55,7 +55,6 @@ def table(run, name):
     return pd.read_csv(run / "tables" / f"{name}.csv", keep_default_na=False, na_values=[""])
 
 
-@pytest.mark.long
 def test_deep_reads_what_the_law_leaves(tmp_path):
     """In layer 0, whose inputs are the text alone, LaPA2 multiplies the odds by the law exactly;
     shares and the rest are those of two readings, window by window."""
@@ -112,7 +111,6 @@ def test_a_run_without_the_grid_is_refused(tmp_path):
         script("long/deep", made(tmp_path, "long", short))
 
 
-@pytest.mark.long
 def test_long_texts_are_scored_in_eighths(tmp_path):
     run = made(tmp_path, "long", LONG)
     script("long/analyse", run, "--scorers", "linear", "accuracy", "masked", "echo", "repetition")

@@ -15,7 +15,6 @@ from lapa2_interp.circuits.selection import select
 from tests.conftest import load
 
 
-@pytest.mark.long
 def test_every_set_of_the_grid_gives_the_prefix_the_same_attention(monkeypatch):
     monkeypatch.setattr(script, "FAR_DOWN", -0.5)  # of few heads, one that is hidden lacks
     model = load("planted", model_class="TransformersModel")

@@ -251,7 +251,6 @@ def test_ways_are_compared_at_equal_cost():
     assert one["way minus all heads"] == row.loc["rival", "turn 8", 1.1]["difference"]
 
 
-@pytest.mark.long
 def test_effects_are_those_of_each_answer_in_its_chat(tmp_path, monkeypatch):
     """The effect of the second answer, read again from the chat's whole beginning as one prompt."""
     why = import_module("analyses.instructions.why")

@@ -50,7 +50,6 @@ from lapa2_interp import load_run
 from lapa2_interp.bias.recipes import RECIPES
 from lapa2_interp.cli.app import main
 from lapa2_interp.errors import RunError, ScoringError
-from lapa2_interp.generation.cell import Cell
 from lapa2_interp.runs import store
 from lapa2_interp.runs.grid import load_grid
 from lapa2_interp.runs.store import Failure, remove_batches, write_listing
@@ -134,16 +133,6 @@ def table(file):
     return pd.read_csv(file, keep_default_na=False, na_values=[""])
 
 
-def test_keys_of_stored_cells_stay(run):
-    """A key made in another way would turn every stored run into an unfinished one."""
-    files = list((run / "cells").glob("*/cell.json"))
-    assert len(files) == 135
-    for file in files:
-        assert Cell.model_validate_json(file.read_text("utf-8")).key == file.parent.name
-    assert len(load_run(run).finished) == 135
-
-
-@pytest.mark.long
 def test_stored_scores_are_those_of_the_float32_scorers(run):
     """Scores of one text per task. float32 sums in another order move a text's mean -ln p by some
     1e-6, and bfloat16 by 1e-2."""
@@ -163,7 +152,6 @@ def test_stored_scores_are_those_of_the_float32_scorers(run):
                 assert stored == pytest.approx(judge.score([item])[0], rel=1e-4, abs=1e-5)
 
 
-@pytest.mark.long
 def test_traces_of_every_head_and_of_two_steps(tmp_path, capsys):
     """The local ratio is of the means of heads, as in a pooled trace; two steps fit no decay."""
     tables = {}
@@ -182,7 +170,6 @@ def test_traces_of_every_head_and_of_two_steps(tmp_path, capsys):
         pd.testing.assert_frame_equal(tables["full", item], tables["pooled", item], atol=1e-5)
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("item", ITEMS)
 def test_every_script_makes_its_golden_table(item, run, printed):
     shown = printed(item)["printed"]
@@ -480,7 +467,6 @@ def test_a_grid_without_an_items_methods_is_refused(item, mine):
         mine(item, method=["negprompt"], arm=["alpha 1 paper"])
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(
     ("item", "task", "alphas"),
     [("sent_topic", "sentiment", [0.0, 0.5]), ("detox", "detox", [0.0, 1.0, 1.5])],
@@ -497,7 +483,6 @@ def test_every_arm_is_compared_with_the_baseline(item, task, alphas, mine, monke
         assert all("alpha" in text for text in texts)
 
 
-@pytest.mark.long
 def test_a_grid_may_lack_arms_or_have_others(mine):
     """Judged is what is there: no baseline, another alpha, method, wording or number of arms."""
     prefix = {"task": ["sentiment"], "method": ["prefix"], "law": ["", "log"]}
@@ -660,7 +645,6 @@ def test_a_grid_is_named_with_its_folder_or_without(run):
     assert keys[0] == keys[1] != []
 
 
-@pytest.mark.long
 def test_a_scale_is_made_in_pieces(run, tmp_path, monkeypatch, capsys):
     """What this run has no grid for is left out, and comes from the results beside it; what it
     makes takes the place of theirs, but for what an item of several grids shows of the others."""
@@ -1019,7 +1003,6 @@ def test_the_same_and_no_difference_are_one_test():
     assert (more["raw"].item(), same["raw"].item()) == ("no difference", "as in the paper")
 
 
-@pytest.mark.long
 def test_both_families_of_tests_err_at_their_rate():
     """Six true differences of 0, and six as large as the margin: the share of items with any wrong
     sign, or any wrong "no difference", is at most 5 % (400 items: three standard errors more)."""
@@ -1364,7 +1347,6 @@ def test_tables_survive_hostile_text():
     assert r"\caption{T\_1}" in latex
 
 
-@pytest.mark.long
 def test_a_notebook_executes(run, tmp_path, monkeypatch):
     import jupytext
     import nbclient

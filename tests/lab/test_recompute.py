@@ -25,7 +25,6 @@ def recompute(monkeypatch):
     return module
 
 
-@pytest.mark.long
 def test_headlines_are_those_of_their_labels(recompute, capsys):
     assert recompute.main() == 0
     lines = capsys.readouterr().out.splitlines()
@@ -34,13 +33,11 @@ def test_headlines_are_those_of_their_labels(recompute, capsys):
     assert sum("first run" in line for line in lines) > 20
 
 
-@pytest.mark.long
 def test_headlines_at_equal_perplexity_are_those_of_their_labels(recompute, capsys):
     recompute.GROUPS = (recompute.steering,)
     assert recompute.main() == 0, capsys.readouterr().out
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("change", ["a label", "two arms", "a row"])
 def test_a_change_is_seen(recompute, tmp_path, capsys, change):
     """Of a label, of the names of two arms, or of a number of the table."""

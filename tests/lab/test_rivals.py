@@ -35,7 +35,6 @@ def test_words_of_prefixes_are_hidden_with_their_inflections():
     assert hide("detox", "Nontoxic and toxicity") == "... and ..."
 
 
-@pytest.mark.long
 def test_agreement_counts_texts_on_which_both_readers_are_sure():
     from analyses.rivals.readers import agreement
 
@@ -291,7 +290,6 @@ def test_rounds_are_complete_and_earlier_ones_stay(tmp_path):
             rivals.with_earlier(first.assign(bits=1.0), file)
 
 
-@pytest.mark.long
 def test_world_has_rows_of_its_own():
     from analyses.rivals import analyse as rivals
 

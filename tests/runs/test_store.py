@@ -9,7 +9,7 @@ from dataclasses import replace
 import pandas as pd
 import pytest
 import xarray as xr
-from conftest import load, run_of
+from conftest import load, run_of, unpack
 from jobs import FakeWorker, Serial, edit, in_batches
 
 from lapa2_interp import Augmentation, generate, load_run
@@ -17,7 +17,7 @@ from lapa2_interp.attention.tables import step_table
 from lapa2_interp.cli.app import main
 from lapa2_interp.errors import DamagedError, RunError
 from lapa2_interp.files import result_folder
-from lapa2_interp.generation.cell import _with_slot
+from lapa2_interp.generation.cell import Cell, _with_slot
 from lapa2_interp.generation.resolve import cell_of
 from lapa2_interp.methods import load_task
 from lapa2_interp.runs import store
@@ -381,3 +381,13 @@ def test_the_label_of_a_cell_is_that_of_its_grids_now(tmp_path):
     assert swept(two=[""]) == ["strong"], "that of another grid"
     assert swept(one=["stronger"], two=[""]) == ["stronger"]
     assert swept(one=[""], two=[""]) == [""]
+
+
+def test_keys_of_stored_cells_stay(tmp_path):
+    """A key made in another way would turn every stored run into an unfinished one."""
+    run = unpack("small_run", tmp_path) / "run"
+    files = list((run / "cells").glob("*/cell.json"))
+    assert len(files) == 135
+    for file in files:
+        assert Cell.model_validate_json(file.read_text("utf-8")).key == file.parent.name
+    assert len(load_run(run).finished) == 135
