@@ -23,11 +23,12 @@ demo: $(RUN)
 reproduce: $(RUN)
 	python analyses/tools/reproduce.py --scale $(SCALE) --out results/$(SCALE)
 
-# The committed results of a scale; GRIDS="quick/alpha quick/layers" makes these anew, beside the others.
+# The committed results of a scale, as tables and pictures; GRIDS="quick/alpha quick/layers" makes these anew, beside the others.
 gallery: $(RUN)
 	python analyses/tools/reproduce.py --scale $(SCALE) --out results/$(SCALE) $(if $(GRIDS),--grids $(GRIDS) $(if $(wildcard figures/paper/$(SCALE)/tables),--beside figures/paper/$(SCALE)))
-	mkdir -p figures/paper/$(SCALE)
-	cp -r results/$(SCALE)/tables results/$(SCALE)/results.json results/$(SCALE)/figures/* figures/paper/$(SCALE)/
+	mkdir -p figures/paper/$(SCALE)/tables
+	cp results/$(SCALE)/results.json results/$(SCALE)/figures/*.png figures/paper/$(SCALE)/
+	cp results/$(SCALE)/tables/*.csv results/$(SCALE)/tables/*.json results/$(SCALE)/tables/*.md figures/paper/$(SCALE)/tables/
 
 circuits: $(RUN)
 	analyses/circuits/run.sh $(SCALE)
@@ -58,7 +59,7 @@ numbers: $(RUN)
 PARALLEL := --numprocesses 2 --dist loadfile --no-loadscope-reorder --durations 60
 test: $(DEV)
 	python -m pytest -m "not slow and not long and not alone and not drill" $(PARALLEL)
-	python -m pytest -m "not slow and alone and not drill" --durations 10
+	python -m pytest -m "not slow and alone and not drill" --durations 10 tests/runs
 test-long: $(DEV)
 	python -m pytest -m "long and not slow and not alone and not drill" $(PARALLEL)
 test-hooked: $(HOOKED)

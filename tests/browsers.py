@@ -13,7 +13,7 @@ FLAGS = ["--headless=new", "--no-sandbox", "--disable-gpu", "--no-first-run", "-
 def chromium():
     program = shutil.which("chromium")
     if program is None:
-        pytest.skip("there is no chromium on the path to open the page with")
+        pytest.skip("there is no chromium on the path to open the page with: apt install chromium")
     return program
 
 

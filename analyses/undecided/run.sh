@@ -46,4 +46,4 @@ judge topic components
 judge wording hard_prefix_robustness
 python analyses/undecided/analyse.py $out/sentiment $out/topic $out/toxic $out/wording --before figures/paper/quick --out figures/undecided
 python analyses/paper/detox.py $out/rtp203 --scorers toxicity perplexity --perplexity 200
-cp $out/rtp203/tables/detox.* figures/undecided/
+cp $out/rtp203/tables/detox.{claims.csv,csv,json,md} figures/undecided/

@@ -9,6 +9,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+import numpy as np
 import pytest
 
 import lapa2_interp
@@ -182,8 +183,7 @@ def test_a_setting_that_does_not_exist_or_is_missing_is_refused_in_one_sentence(
 
 def test_numbers_stay_as_they_are_given():
     """A whole number where a float belongs is written as a whole number; arrays become tuples."""
-    numpy = pytest.importorskip("numpy")
-    settings = PropositionSettings(out="o", alphas=numpy.array([1, 2]), free=[1])
+    settings = PropositionSettings(out="o", alphas=np.array([1, 2]), free=[1])
     assert (settings.alphas, settings.free) == ((1, 2), (1,))
     assert all(type(alpha) is int for alpha in (*settings.alphas, *settings.free))
 

@@ -98,7 +98,7 @@ def rescaled(network):
 @pytest.mark.parametrize("edit", [switched, disabled, rescaled])
 def test_the_state_of_adapters_counts(edit):
     """Nothing of it is in `state_dict`."""
-    peft = pytest.importorskip("peft")
+    peft = pytest.importorskip("peft", reason="peft is not there: pip install peft")
     model = copied()
     network = facts_of(model).network
     for name in ("two", "one"):
