@@ -65,7 +65,6 @@ FAR_DOWN = -6.0
 """What is added to the prefix's scores in opposing heads: exp(-6) of their weight is left."""
 WHAT = "of analyses/heads/run.sh"
 METRICS = ("acc hidden", "acc (linear)")
-Rules = tuple[Augmentation, ...]
 
 
 def main() -> None:
