@@ -235,7 +235,10 @@ def test_numbers_are_those_of_the_raw_texts(run, printed):
 
 
 @pytest.mark.parametrize("item", FIGURES)
-def test_figures_are_files_in_two_forms(item, run):
+def test_figures_are_files_in_two_forms(item, run, printed):
+    assert printed(item)
+    for ending in ("png", "pdf"):
+        (run / "figures" / f"{item}.{ending}").unlink()
     redraw(f"paper/{item}", run)
     for ending, start in (("png", b"\x89PNG"), ("pdf", b"%PDF")):
         assert (run / "figures" / f"{item}.{ending}").read_bytes().startswith(start)
@@ -508,7 +511,7 @@ def test_a_run_with_nothing_finished_makes_an_empty_table(item, run, tmp_path):
 def test_an_item_whose_grid_is_not_there_says_what_to_do(run):
     with pytest.raises(
         RunError,
-        match=r"no grid 'related'.*Read one of these.*lapa2 sweep analyses/bases/related.toml --out",
+        match=r"no grid 'related'.*Read one of these.*lapa2 sweep \S*analyses/bases/related.toml --out",
     ):
         script("bases/related", run)
 

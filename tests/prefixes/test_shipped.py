@@ -85,6 +85,7 @@ def smollm2():
 
 
 @pytest.mark.parametrize("n", [4, pytest.param(24, marks=pytest.mark.slow)])
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("task", "files"),
     [
