@@ -2,7 +2,7 @@
 one sample, 48 tokens.
 
 The golden tables are what the scripts wrote when they were read and checked, from the scores of
-models stored beside the run: no number depends on the processor. `python tests/paper/test_items.py`
+models stored beside the run: no number depends on the processor. `python tests/lab/test_items.py`
 writes both again.
 """
 
