@@ -430,7 +430,7 @@ interval = []
     )
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_documents_come_back_when_everything_written_is_lost():
     """The body of every block, and the number before every mark."""
     numbers = writer.Numbers((ROOT / "docs" / "numbers.toml").read_text("utf-8"))

@@ -26,6 +26,7 @@ def run(bench, monkeypatch, words):
     bench.main()
 
 
+@pytest.mark.slow
 def test_the_study_writes_a_table_and_a_page(bench, without_types, monkeypatch, tmp_path, capsys):
     threads = torch.get_num_threads()
     monkeypatch.setattr(bench, "COPIED", 1 << 22)

@@ -1350,6 +1350,7 @@ def test_tables_survive_hostile_text():
     assert r"\caption{T\_1}" in latex
 
 
+@pytest.mark.slow
 def test_a_notebook_executes(run, tmp_path, monkeypatch):
     import jupytext
     import nbclient

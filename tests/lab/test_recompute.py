@@ -33,6 +33,7 @@ def test_headlines_are_those_of_their_labels(recompute, capsys):
     assert sum("first run" in line for line in lines) > 20
 
 
+@pytest.mark.slow
 def test_headlines_at_equal_perplexity_are_those_of_their_labels(recompute, capsys):
     recompute.GROUPS = (recompute.steering,)
     assert recompute.main() == 0, capsys.readouterr().out
