@@ -86,7 +86,7 @@ def shown(key):
     name = recipe_name(rules)
     if name is None:
         return item.run.by_key[key].arm
-    chosen = rules[0].heads != "all" and not RECIPES[name].needs
+    chosen = rules[0].heads != "all" and not RECIPES[name].required
     return f"{name}, chosen heads" if chosen else name
 
 
