@@ -4,6 +4,10 @@ browser would see of a page."""
 import json
 from html.parser import HTMLParser
 
+from lapa2_interp.runs.engines import InProcess
+from lapa2_interp.runs.fill import fill_run
+from lapa2_interp.runs.grid import load_grid
+
 GRID = """model = "tiny-gpt2"
 dtype = "float32"
 task = "sentiment"
@@ -51,3 +55,10 @@ class Parts(HTMLParser):
     def data(self):
         """The embedded texts."""
         return json.loads(self.scripts["data"])
+
+
+def fill_small_run(folder):
+    """Make the run of `GRID`, with traces, in a new folder, its grid beside it."""
+    grid = folder.parent / "pooled.toml"
+    grid.write_text(GRID.format(trace="pooled"))
+    fill_run(folder, [load_grid(str(grid))], InProcess("cpu"))

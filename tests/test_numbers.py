@@ -18,7 +18,7 @@ SPEC.loader.exec_module(writer)
 
 STRICT = ["README.md", "docs/results.md"]
 """Pages where every number has its row, but for settings and sizes; of README.md, one section. In
-docs/studies/, outside "## Plan", so has every interval, percentage, difference and ratio."""
+README.md of the studies, outside "## Plan", so has every interval, percentage, difference and ratio."""
 
 MARKED = re.compile(rf"{writer.NUMBER}(?: of {writer.NUMBER})?{writer.WRITTEN}<!--n:[\w.-]+-->")
 NO_PROSE = re.compile(

@@ -73,11 +73,15 @@ class Gallery(BaseModel):
     runs: tuple[GalleryRun, ...]
 
     def with_run(self, newer: GalleryRun) -> Gallery:
-        """These runs and a newer one, which replaces the grids that it has."""
+        """These runs and a newer one, which replaces the grids that it has. A grid keeps its last
+        name when it moves to another folder."""
+        replaced = {Path(name).name for name in newer.grids}
         older = []
         for older_run in self.runs:
             left = {
-                name: states for name, states in older_run.grids.items() if name not in newer.grids
+                name: states
+                for name, states in older_run.grids.items()
+                if Path(name).name not in replaced
             }
             if left:
                 older.append(older_run.model_copy(update={"grids": left}))

@@ -361,7 +361,6 @@ def main() -> None:
     recipe = AdapterRecipe(**{name: getattr(options, name) for name in names})
     data = read_data(labels, options.data, options.test, options.graded, options.out)
     options.out.mkdir(parents=True, exist_ok=True)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # unfinished files are removed
     card = train_adapter(task.name, labels, data, options.out, recipe, device=options.device)
     print(*card.data, options.out / f"{task.name}{ADAPTER_ENDING}", sep="\n")
     for row in card.held_out:
@@ -369,4 +368,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    # A batch system's SIGTERM ends it as Ctrl-C does, so that unfinished files are removed.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     main()

@@ -9,16 +9,13 @@ import numpy as np
 import pandas as pd
 import pytest
 from browsers import browser_page
-from pages import GRID, HOSTILE, Parts
+from pages import HOSTILE, Parts, fill_small_run
 
 from analyses.lab.claims import ClaimResult
 from analyses.lab.gallery import Gallery, gallery_run
 from analyses.lab.gallery_page import gallery_report, write_gallery_report
 from lapa2_interp.errors import RunError
 from lapa2_interp.page import embedded
-from lapa2_interp.runs.engines import InProcess
-from lapa2_interp.runs.fill import fill_run
-from lapa2_interp.runs.grid import load_grid
 from lapa2_interp.runs.run import load_run
 
 PIXEL = b"\x89PNG\r\n\x1a\n not drawn, only embedded"
@@ -91,8 +88,7 @@ def browser():
 def finished(tmp_path_factory):
     """A finished run with tables, nothing changed in it."""
     folder = tmp_path_factory.mktemp("finished") / "run"
-    (folder.parent / "pooled.toml").write_text(GRID.format(trace="pooled"))
-    fill_run(folder, [load_grid(str(folder.parent / "pooled.toml"))], InProcess("cpu"))
+    fill_small_run(folder)
     write_items(folder)
     return folder
 
@@ -281,3 +277,12 @@ def test_the_page_is_written_with_the_tables_of_any_folder(run, tmp_path):
         RunError, match=r"sent_topic.json is not a table of an item.*analyses/paper/sent_topic.py"
     ):
         write_gallery_report(run, tmp_path / "tables")
+
+
+def test_a_grid_that_moved_to_another_folder_takes_its_own_place(run):
+    newer = gallery_run(load_run(run), run / "tables", [])
+    assert set(newer.grids) == {"pooled"}
+    counts = {"finished": 3}
+    older = newer.model_copy(update={"grids": {"quick/pooled": counts, "quick/other": counts}})
+    kept_grids = [set(one.grids) for one in Gallery(runs=(older,)).with_run(newer).runs]
+    assert kept_grids == [{"pooled"}, {"quick/other"}]

@@ -11,7 +11,7 @@ import pandas as pd
 import pytest
 from browsers import browser_page
 from conftest import change_texts
-from pages import GRID, HOSTILE, Parts
+from pages import GRID, HOSTILE, Parts, fill_small_run
 
 from lapa2_interp.attention.tables import branch_name, pooled
 from lapa2_interp.bias.tokens import token_texts
@@ -65,8 +65,7 @@ def browser():
 def finished(tmp_path_factory):
     """A finished run, nothing changed in it."""
     folder = tmp_path_factory.mktemp("finished") / "run"
-    (folder.parent / "pooled.toml").write_text(GRID.format(trace="pooled"))
-    fill_run(folder, [load_grid(str(folder.parent / "pooled.toml"))], InProcess("cpu"))
+    fill_small_run(folder)
     return folder
 
 
