@@ -16,9 +16,9 @@ from collections import Counter
 import numpy as np
 import pandas as pd
 
-from analyses.lab.house import METRIC_LABELS, legend_below, style_of
 from analyses.lab.items import open_item
 from analyses.lab.scripts import DEFAULT_SCORERS
+from analyses.lab.style import METRIC_LABELS, legend_below, style_of
 from analyses.lab.tables import format_item_table, rows_of_all_attributes
 from lapa2_interp.errors import RunError
 from lapa2_interp.files import write_text

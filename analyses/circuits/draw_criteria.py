@@ -9,8 +9,8 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from analyses.lab import FIGURES
-from analyses.lab.house import legend_below
 from analyses.lab.scripts import ScriptOptions
+from analyses.lab.style import legend_below
 from lapa2_interp.circuits.statistics import max_t, share_interval
 from lapa2_interp.files import write_text
 from lapa2_interp.plots import COLOURS, new_figure, plain_axes

@@ -13,8 +13,8 @@
 import numpy as np
 import pandas as pd
 
-from analyses.lab.house import METRIC_LABELS, legend_below
 from analyses.lab.items import open_item, prefix_step_table
+from analyses.lab.style import METRIC_LABELS, legend_below
 from analyses.lab.tables import format_step_curves, rows_of_all_attributes
 from lapa2_interp.bias.recipes import RECIPES, recipe_name
 from lapa2_interp.plots import COLOURS, Drawing, crosses, new_figure, plain_axes
@@ -72,7 +72,7 @@ item = open_item(
     "frontier",
     "Attention steering in one frame: recipes at their defaults",
     draw=draw,
-    drawn=("steps",),
+    further_tables=("steps",),
 )
 cells = item.cells
 

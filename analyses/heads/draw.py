@@ -7,8 +7,8 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from analyses.lab import FIGURES
-from analyses.lab.house import legend_below
 from analyses.lab.scripts import ScriptOptions
+from analyses.lab.style import legend_below
 from lapa2_interp.plots import COLOURS, new_figure, plain_axes
 
 SCORERS = {"acc hidden": "by adapter, words hidden", "acc (linear)": "by linear"}

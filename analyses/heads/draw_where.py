@@ -9,7 +9,7 @@ It reads figures/steering and figures/bases, and writes into figures/heads.
 import pandas as pd
 
 from analyses.lab import FIGURES
-from analyses.lab.house import legend_below
+from analyses.lab.style import legend_below
 from lapa2_interp.plots import COLOURS, Drawing, new_figure, plain_axes
 
 SCORER = "acc (linear)"

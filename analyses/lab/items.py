@@ -188,18 +188,21 @@ def claim_for_arm(text: str, arm: str, arms: Iterable[str]) -> str:
     return f"{text}, {arm}" if len(set(arms) - {"baseline"}) > 1 else text
 
 
-def draw_item(out: Path, item: str, draw: Callable[..., Drawing], drawn: Sequence[str]) -> None:
+def draw_item(
+    out: Path, item: str, draw: Callable[..., Drawing], further_tables: Sequence[str]
+) -> None:
     """Draw OUT/tables/ITEM.csv into OUT/figures/ITEM.png and .pdf.
 
     Args:
         draw: Makes the figure from the table and the further tables.
-        drawn: Names of further tables of the item, ITEM.NAME.csv.
+        further_tables: Names of further tables of the item, ITEM.NAME.csv.
 
     Raises:
         RunError: A table is not there, cannot be read, or is of another version.
     """
     files = [
-        out / "tables" / f"{name}.csv" for name in (item, *(f"{item}.{part}" for part in drawn))
+        out / "tables" / f"{name}.csv"
+        for name in (item, *(f"{item}.{part}" for part in further_tables))
     ]
     tables = []
     for file in files:
@@ -232,7 +235,7 @@ def open_item(
     perplexity: int = PERPLEXITY_TEXTS,
     files: Mapping[str, str] | None = None,
     draw: Callable[..., Drawing] | None = None,
-    drawn: Sequence[str] = (),
+    further_tables: Sequence[str] = (),
 ) -> ItemTables:
     """Open an item from a script's command line: `python analyses/paper/ITEM.py RUN`. In a
     notebook, RUN is the environment variable `LAPA2_RUN`.
@@ -244,7 +247,7 @@ def open_item(
             replaces them, by names with their folder or without.
         scorers, perplexity: The defaults of --scorers and --perplexity.
         files: Further options of the script that take files: name and help.
-        draw, drawn: See `draw_item`; `draw` is None if the item has no figure.
+        draw, further_tables: See `draw_item`; `draw` is None if the item has no figure.
 
     Raises:
         RunError: RUN is not a run folder, or lacks the item's grid.
@@ -272,7 +275,7 @@ def open_item(
     add_scoring(parser, perplexity, scorers)
     options = parser.parse_args()
     out = options.out or options.run
-    make_figure = partial(draw_item, out, item, draw, drawn) if draw else lambda: None
+    make_figure = partial(draw_item, out, item, draw, further_tables) if draw else lambda: None
     if draw is not None and options.draw:
         make_figure()
         sys.exit(0)

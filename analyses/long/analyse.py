@@ -11,8 +11,8 @@
 # %%
 import pandas as pd
 
-from analyses.lab.house import METRIC_LABELS, legend_below
 from analyses.lab.items import open_item, prefix_step_table
+from analyses.lab.style import METRIC_LABELS, legend_below
 from analyses.lab.tables import format_step_curves
 from lapa2_interp.bias.recipes import name_families
 from lapa2_interp.plots import COLOURS, Drawing, band, error_bars, new_figure, plain_axes
@@ -60,7 +60,7 @@ item = open_item(
     "Control and attention on the prefix in long texts",
     scorers=METRICS,
     draw=draw,
-    drawn=("steps",),
+    further_tables=("steps",),
 )
 cells = item.cells
 rules = {key: item.run.by_key[key].active_augmentations for key in cells["key"]}

@@ -16,8 +16,8 @@ from itertools import pairwise
 import numpy as np
 import pandas as pd
 
-from analyses.lab.house import legend_below
 from analyses.lab.items import open_item
+from analyses.lab.style import legend_below
 from lapa2_interp import Augmentation, Layout, load_model
 from lapa2_interp.errors import RunError
 from lapa2_interp.files import write_text
@@ -74,7 +74,7 @@ item = open_item(
     "deep",
     "Attention on the prefix in texts of 8,000 tokens, head by head",
     draw=draw,
-    drawn=("heads",),
+    further_tables=("heads",),
 )
 cells = item.cells
 finished = cells[cells["state"] == "finished"]

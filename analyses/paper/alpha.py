@@ -11,8 +11,8 @@ import numpy as np
 import pandas as pd
 from matplotlib.ticker import LogLocator, NullLocator, ScalarFormatter
 
-from analyses.lab.house import METRIC_LABELS, display_name, style_of
 from analyses.lab.items import open_item
+from analyses.lab.style import METRIC_LABELS, display_name, style_of
 from analyses.lab.tables import rows_of_all_attributes
 from lapa2_interp.plots import Drawing, band, error_bars, new_figure, plain_axes
 

@@ -7,8 +7,8 @@
 #     python analyses/paper/augmentation.py results/quick
 
 # %%
-from analyses.lab.house import draw_prefix_attention
 from analyses.lab.items import open_item
+from analyses.lab.style import draw_prefix_attention
 
 item = open_item(
     "augmentation",

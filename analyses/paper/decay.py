@@ -9,9 +9,9 @@
 # %%
 import pandas as pd
 
-from analyses.lab.house import METRIC_LABELS, by_task, display_name, legend_below, style_of
 from analyses.lab.items import open_item
 from analyses.lab.reported import paper_number
+from analyses.lab.style import METRIC_LABELS, by_task, display_name, legend_below, style_of
 from analyses.lab.tables import rows_of_all_attributes
 from lapa2_interp.plots import Drawing, band, plain_axes
 

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from analyses.lab.house import by_task, display_name, legend_below, style_of
 from analyses.lab.items import open_item, prefix_step_table
+from analyses.lab.style import by_task, display_name, legend_below, style_of
 from lapa2_interp.attention.tables import pooled
 from lapa2_interp.bias.theory import DecayFit, fit_decay
 from lapa2_interp.plots import Drawing, band, plain_axes
@@ -59,7 +59,7 @@ item = open_item(
     "Attention on the prefix against step, and C/(t + D)",
     "sent_topic",
     draw=draw,
-    drawn=("fits",),
+    further_tables=("fits",),
 )
 cells = item.cells
 cells = cells[(cells["alpha"] == 0) & (cells["method"] != "freectrl")]

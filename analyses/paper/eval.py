@@ -19,9 +19,9 @@ from functools import partial
 import numpy as np
 import pandas as pd
 
-from analyses.lab.house import COLUMN
 from analyses.lab.items import claim_for_arm, open_item
 from analyses.lab.ratings import stored_ratings
+from analyses.lab.style import COLUMN
 from lapa2_interp.plots import COLOURS, Drawing, error_bars, new_figure, plain_axes
 from lapa2_interp.scoring.equal_perplexity import distinguishing_columns
 from lapa2_interp.scoring.tables import interval_in_range

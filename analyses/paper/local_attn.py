@@ -13,8 +13,8 @@
 import numpy as np
 import pandas as pd
 
-from analyses.lab.house import by_task, display_name, legend_below
 from analyses.lab.items import claim_for_arm, open_item
+from analyses.lab.style import by_task, display_name, legend_below
 from analyses.lab.tables import format_step_curves
 from lapa2_interp.attention.tables import local_ratio_terms
 from lapa2_interp.attention.trace import NEAREST

@@ -23,10 +23,10 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 
-from analyses.lab.house import METRIC_LABELS, legend_below
 from analyses.lab.items import open_item
 from analyses.lab.output import item_json
 from analyses.lab.scripts import DEFAULT_SCORERS
+from analyses.lab.style import METRIC_LABELS, legend_below
 from lapa2_interp.bias.recipes import name_families, strength
 from lapa2_interp.errors import RunError, pluralize
 from lapa2_interp.files import atomic_write, write_text
@@ -169,7 +169,7 @@ item = open_item(
     scorers=(*DEFAULT_SCORERS, "masked=linear", "repetition"),
     files={"beside": "tables/steering.texts.parquet of runs with the grid's other cells"},
     draw=draw,
-    drawn=("curves", "equal"),
+    further_tables=("curves", "equal"),
 )
 cells = item.cells
 
