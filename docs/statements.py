@@ -15,19 +15,17 @@ import tomllib
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
-from write_tables import ROOT, TABLE, UNITS, NumberError, Numbers, Row, Settings, documents
+from write_tables import ROOT, TABLE, NumberError, Numbers, Row, Settings, documents
 
-COUNTS = [
-    "zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven",
-    "twelve",
-]  # fmt: skip
+SMALL = "no one two three four five six seven eight nine ten eleven twelve"
+COUNTS = {word: number for number, word in enumerate(SMALL.split())}
 """Words for numbers of cases."""
 DIGITS = r"[+-]?\d[\d,]*(?:\.\d+)?"
 COUNT = rf"(?:{DIGITS}|{'|'.join(COUNTS)})"
 OF = rf"(?: of (?:the |its |their |our |all )?(?P<of>{COUNT}))"
 NUMBER = re.compile(
     rf"(?P<value>{COUNT}){OF}?"
-    rf"(?: (?P<unit>{'|'.join(UNITS)}))?(?: \[(?P<low>{DIGITS}), (?P<high>{DIGITS})\])?",
+    rf"(?: (?P<unit>%|points?|times))?(?: \[(?P<low>{DIGITS}), (?P<high>{DIGITS})\])?",
     re.I,
 )
 """A number of a text: "12 points [9, 15]", "five of the six"."""
@@ -41,34 +39,35 @@ DOWN = (
     "below", "cheaper", "drop", "drops", "fall", "falls", "faster", "fell", "fewer", "less", "lose",
     "loses", "lost", "lower", "lowered", "lowers", "shrinks", "smaller", "weaker", "worse",
 )  # fmt: skip
-OPEN = (
-    "about the same", "are not decided", "as much as", "cannot tell", "equal", "is not decided",
-    "is open", "no change is shown", "no difference is shown", "no gain is shown",
-    "no harm is shown", "no loss is shown", "not decided", "not shown", "nothing is shown",
-    "undecided",
-)  # fmt: skip
+OPEN = re.compile(
+    r"no (?:gain|loss|harm|change|difference)(?: over .+)? is shown"
+    r"|(?:is |are )?not (?:shown|decided)(?: to .+)?|(?:is )?(?:open|undecided)"
+    r"|cannot tell|equal|as much as|about the same"
+)
 SHARES = {
     "nearly all": (0.85, 1.05), "three quarters": (0.7, 0.8), "two thirds": (0.6, 0.72),
-    "most": (0.5, 1.01), "about half": (0.4, 0.6), "half": (0.4, 0.6), "a third": (0.28, 0.39),
+    "most": (0.5, 1.01), "mostly": (0.5, 1.01),
+    "about half": (0.4, 0.6), "half": (0.4, 0.6), "a third": (0.28, 0.39),
     "a quarter": (0.2, 0.3), "a fifth": (0.15, 0.25), "a tenth": (0.07, 0.13),
     "little": (-0.05, 0.2), "a small part": (-0.05, 0.2), "nothing": (-0.05, 0.05),
 }  # fmt: skip
-"""The phrases that may stand in `says`: directions, what is not decided, and shares from, to."""
-CORRECTED = "after correction"
-"""This phrase says that the row's p_holm is below .05."""
+"""The phrases that may stand in `says`: directions (such a word may have others behind it, as in
+"more toxic"), what is not decided, and shares from, to."""
+CORRECTED = {"after correction": True, "not decided after correction": False}
+"""These phrases say whether the row's p_holm is below .05."""
 DIRECTIONS = re.compile(
     r"\b(?:adds?|beats?|better|gains?|raises?|rises?|falls?|fell|lowers?|loses?|worse"
     r"|more toxic|less toxic|not shown|undecided|no gain|not decided)\b"
 )
 """Words with which a sentence tells a result, on the pages that are `STRICT`."""
-STRICT = {"README.md": "## What was found", "docs/results.md": ""}
-"""Pages where every number has its row, but for settings and sizes, and every direction is
-checked; of a page, one section."""
+STRICT = {"README.md": "What was found", "docs/results.md": r"\d+\. .*"}
+"""Sections of pages where every number has its row, but for settings and sizes, and every direction
+is checked."""
 PLAIN = r"[+-]?(?:\d[\d,]*(?:\.\d+)?|\.\d+)"
 SETTING = re.compile(
     rf"(?<![\w.,/]){PLAIN}(?:[-–]\w|\w)*(?:(?:,| to| and| or) \d[\d,]*)*(?: or more)?"
-    r" (?:new |more |neutral |chosen |opposing |trained |generated |other |random )?(?:tokens|steps"
-    r"|keys|heads|layers|texts|prompts|samples|words|models?|tasks|methods|messages|chats|turns"
+    r" (?:new |more |best |neutral |chosen |opposing |trained |generated |other |random )?(?:tokens"
+    r"|steps|keys|heads|layers|texts|prompts|samples|words|models?|tasks|methods|messages|chats|turns"
     r"|answers|minutes|hours|million|billion|seeds?|runs|GB|MB|lines|characters|resamples)\b"
     r"|(?:alpha|omega|lambda|strength|temperature|turn|top-k|layer|step|length|Tables?|Sections?"
     r"|\$\\(?:alpha|omega|lambda)\$|Figures?|Eq\.|Equations?|Propositions?|Gemma|seed|version)"
@@ -83,7 +82,8 @@ RESULT = re.compile(
 """Numbers of results wherever they stand: intervals, percentages, differences and ratios."""
 COUNTED = re.compile(rf"\b{COUNT}{OF}\b(?! (?:tokens|prompts|texts))".replace("?P<of>", "?:"), re.I)
 NO_PROSE = re.compile(
-    r"^ *```.*?^ *```$|^#+ .*?$|!\[.*?\](?=\()|\]\([^)]*\)|`[^`]*`|^\|.*?$|<!--.*?-->", re.M | re.S
+    r"^ *```.*?^ *```$|^#+ .*?$|^\d+\. |!\[.*?\](?=\()|\]\([^)]*\)|`[^`]*`|^\|.*?$|<!--.*?-->",
+    re.M | re.S,
 )
 """Code, headings, texts of images, targets of links, and tables."""
 STATEMENT = {"page", "text", "rows"}
@@ -107,6 +107,12 @@ def sentence_around(text: str, part: str) -> str:
     begin = max((m.end() for m in re.finditer(r"[.?!:;] ", text[:start])), default=0)
     end = re.search(r"[.?!;](?: |$)", text[start + len(part) :])
     return text[begin : start + len(part) + end.start()] if end else text[begin:]
+
+
+def value_of(written: str) -> float:
+    """A number in digits or in words."""
+    word = written.lower()
+    return float(COUNTS[word] if word in COUNTS else word.replace(",", ""))
 
 
 def named(text: str, words: str) -> bool:
@@ -188,13 +194,7 @@ class Statements:
     def count(self, written: str, counts: list[int]) -> list[str]:
         match = NUMBER.fullmatch(written)
         numbers = [match["value"], match["of"]][: len(counts)] if match else []
-        values = [
-            COUNTS.index(word.lower())
-            if word and word.lower() in COUNTS
-            else int(word.replace(",", ""))
-            for word in numbers
-            if word
-        ]
+        values = [value_of(word) for word in numbers if word]
         return [] if values == counts else [f"{written!r} is {' of '.join(map(str, counts))}"]
 
     def number(self, written: str, values: list[float], unit: str, down: bool) -> list[str]:
@@ -210,12 +210,12 @@ class Statements:
         for part, value in zip(parts, values, strict=False):
             if part is not None:
                 digits = len(part.partition(".")[2])
-                if abs(float(part.replace(",", "")) - value) > 0.5 * 10**-digits + 1e-9:
+                if abs(value_of(part) - value) > 0.5 * 10**-digits + 1e-9:
                     wrong.append(f"{written!r} is {', '.join(f'{v:.4g}' for v in values)}")
                     break
         if match["low"] and len(values) < 3:
             wrong.append(f"{written!r} has an interval that its row has not")
-        if match["unit"] and unit and match["unit"] != unit:
+        if match["unit"] and unit and match["unit"].removesuffix("s") != unit.removesuffix("s"):
             wrong.append(f"{written!r} is in {unit}")
         return wrong
 
@@ -224,17 +224,18 @@ class Statements:
     ) -> list[str]:
         """What a direction or a verdict claims of a row."""
         value, low, high = values if len(values) == 3 else (values[0],) * 3
-        if words == CORRECTED:
-            true = float(record["p_holm"]) < 0.05
+        first = words.partition(" ")[0]
+        if words in CORRECTED:
+            true = (float(record["p_holm"]) < 0.05) == CORRECTED[words]
         elif words in SHARES:
             share = value / 100 if settings["unit"] == "%" else value
             true = SHARES[words][0] <= share <= SHARES[words][1]
-        elif words in UP:
-            true = low > neutral
-        elif words in DOWN:
-            true = high < neutral
-        elif words in OPEN:
+        elif OPEN.fullmatch(words):
             true = low <= neutral <= high
+        elif first in UP:
+            true = low > neutral
+        elif first in DOWN:
+            true = high < neutral
         else:
             return [f"{words!r} is no phrase of docs/statements.py"]
         shown = ", ".join(f"{number:.4g}" for number in values)
@@ -257,9 +258,9 @@ class Statements:
         numbers, and sentences that tell a direction."""
         text = file.read_text("utf-8")
         strict = page in STRICT
-        if heading := STRICT.get(page):
-            section = re.search(rf"^{heading}$(.*?)(?=^## |\Z)", text, re.M | re.S)
-            text = section[1] if section else text
+        if strict:
+            sections = rf"^## {STRICT[page]}$((?s:.*?))(?=^## |\Z)"
+            text = "\n".join(part[1] for part in re.finditer(sections, text, re.M))
         if page.startswith("analyses/"):
             text = re.sub(r"^## Plan$.*?(?=^## |\Z)", "", text, flags=re.M | re.S)
         prose = joined(NO_PROSE.sub(" ", TABLE.sub(" ", text)))
@@ -272,7 +273,7 @@ class Statements:
                     if "number" in row:
                         blotted = blotted.replace(row["number"], "@", 1)
                 told = told.replace(plain, DIRECTIONS.sub("@", blotted) if strict else blotted)
-        told = re.sub("95 % intervals?", "", told)
+        told = re.sub(r"(?i)95 % intervals?|chance is \d+ %[^.]*", "", told)
         patterns = [RESULT]
         if strict:
             told = SETTING.sub("@", told)

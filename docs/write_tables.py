@@ -208,14 +208,17 @@ class Numbers:
         return ", ".join(filter(None, [*words, self.word("columns", column.get("value", ""))]))
 
     def cell(self, settings: Settings, column: str | Settings, fixed: Settings) -> str:
-        """The number of a cell, or the text of a column; empty where no row fits."""
+        """The number of a cell, or the text of a column; empty where no row fits or has a value."""
         own = {"value": column, "interval": []} if isinstance(column, str) else dict(column)
         own.pop("head", None)
         if "source" in own:
             settings = self.settings({"source": own.pop("source")}, "column")
         settings = merged(merged(settings, own, "column"), {"where": fixed}, "row")
-        if not settings["count"] and not self.rows(settings, settings["where"]):
-            return ""
+        if not settings["count"]:
+            names = [settings["value"], *settings["interval"]]
+            rows = self.rows(settings, settings["where"])
+            if not any(row[name] for row in rows for name in names):
+                return ""
         if isinstance(column, str):
             return self.word(column, self.row(settings)[column]).replace("|", "\\|")
         return self.number(settings)
