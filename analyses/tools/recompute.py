@@ -1100,7 +1100,7 @@ def not_computed() -> list[str]:
         elif labels:
             lines.append(f"not read {file}: {labels[0]} has its labels")
         else:
-            beside = f"; compared with {compared_with[file]}" * (file in compared_with)
+            beside = f"; compared with {compared_with[file]}" if file in compared_with else ""
             lines.append(f"cannot   {file}: no labels are committed{beside}")
     return lines
 
