@@ -55,6 +55,12 @@ def drawn(n: int, resamples: int) -> np.ndarray:
 
 
 @cache
+def signs(n: int) -> np.ndarray:
+    """The signs of n prompts in each flip."""
+    return np.random.default_rng(0).choice([-1.0, 1.0], size=(4000, n))
+
+
+@cache
 def tails(n: int) -> list[float]:
     """The percentiles of a 95 % interval from resamples of n prompts: 2.5 and 97.5 %, moved
     outwards, since Student's t is wider than the normal and resampled means vary too little."""
@@ -128,12 +134,15 @@ def mean(values: pd.Series, labels: pd.Series) -> Values:
     return [middle, middle - half, middle + half]
 
 
-def difference(texts: pd.DataFrame, metric: str, after: str, before: str) -> Values:
-    """The difference of two arms, paired on prompts and attributes, and its p."""
-    cells = texts.pivot_table(values=metric, index=["prompt", "attribute"], columns="arm")
+def by_arm(texts: pd.DataFrame, metric: str) -> pd.DataFrame:
+    """Means by prompt and attribute, a column an arm."""
+    return texts.pivot_table(values=metric, index=["prompt", "attribute"], columns="arm")
+
+
+def difference(cells: pd.DataFrame, after: str, before: str) -> Values:
+    """The difference of two arms (`by_arm`), paired on prompts and attributes, and its p."""
     gaps = (cells[after] - cells[before]).groupby("prompt").mean().dropna().to_numpy()
-    signs = np.random.default_rng(0).choice([-1.0, 1.0], size=(4000, len(gaps)))
-    extreme = (np.abs(signs @ gaps) >= abs(gaps.sum()) * (1 - 1e-12)).sum()
+    extreme = (np.abs(signs(len(gaps)) @ gaps) >= abs(gaps.sum()) * (1 - 1e-12)).sum()
     return [*ratio(gaps, np.ones(len(gaps)), 4000), float((extreme + 1) / 4001)]
 
 
@@ -255,12 +264,12 @@ def table(file: str) -> pd.DataFrame:
 
 def rows(file: str, **where: object) -> pd.DataFrame:
     """The rows that have these values; None is an empty field."""
-    chosen = table(file)
-    for column, value in where.items():
-        column = column.replace("_", " ") if column not in chosen else column
-        fits = chosen[column].isna() if value is None else chosen[column] == value
-        chosen = chosen[fits]
-    return chosen
+    every = table(file)
+    fits = np.ones(len(every), bool)
+    for name, value in where.items():
+        column = every[name.replace("_", " ") if name not in every else name]
+        fits &= (column.isna() if value is None else column == value).to_numpy(bool)
+    return every[fits]
 
 
 def committed(file: str, where: dict[str, object], columns: tuple[str, ...]) -> Values:
@@ -361,7 +370,10 @@ class Whole:
         yield from (f"DIFFERS {line}" for line in wrong)
         if not wrong:
             source = f", as in {self.source}" if self.source else ""
-            yield f"equal   {what}: {len(both)} rows, {', '.join(columns)}{source}"
+            said = {*self.keys, *self.where, *columns}
+            rest = [name for name in there if name not in said and there[name].nunique() > 1]
+            others = f"; not compared: {', '.join(rest)}" if rest else ""
+            yield f"equal   {what}: {len(both)} rows, {', '.join(columns)}{source}{others}"
 
     def rows(self) -> pd.DataFrame:
         """The committed rows that are meant."""
@@ -479,8 +491,9 @@ def heads() -> Iterator[Whole]:
         pairs += [(name, "no bias") for name in (chosen, *others)]
         made = pd.DataFrame(
             {"metric": metric, "arm": arm, "against": against}
-            | named(difference(texts, metric, arm, against), "difference", "low", "high", "p")
+            | named(difference(cells, arm, against), "difference", "low", "high", "p")
             for metric in metrics
+            for cells in [by_arm(texts, metric)]
             for arm, against in pairs
         )
         return made.assign(p_holm=[p for _, part in made.groupby("metric", sort=False)
@@ -808,18 +821,26 @@ def causes() -> Iterator[Headline]:
 def labels(folder: str = "labels") -> Iterator[Headline]:
     """The arms of a folder's texts.parquet."""
     group, first = ["part", "task", "method"], first_runs()
+
+    @cache
+    def texts(*of: str) -> pd.DataFrame:
+        return rows(f"{folder}/texts.parquet", **dict(zip(group, of, strict=True)))
+
+    @cache
+    def cells(metric: str, *of: str) -> pd.DataFrame:
+        return by_arm(texts(*of), metric)
+
     for row in table(f"{folder}/labels.csv").fillna({"against": ""}).to_dict("records"):
         key = tuple(row[name] for name in (*group, "arm", "metric"))
         where = {name: row[name] for name in (*group, "arm", "metric")}
         where["against"] = row["against"] or None
 
         def compute(row: dict = row) -> Values:
-            texts = rows(f"{folder}/texts.parquet", **{name: row[name] for name in group})
-            texts = texts[texts[row["metric"]].notna()]
+            of = tuple(row[name] for name in group)
             if row["against"]:
-                values = difference(texts, row["metric"], row["arm"], row["against"])
+                values = difference(cells(row["metric"], *of), row["arm"], row["against"])
             else:
-                own = texts[texts["arm"] == row["arm"]]
+                own = texts(*of)[texts(*of)["arm"] == row["arm"]]
                 values = mean(own[row["metric"]], own["prompt"])
             return [*np.exp(values[:3]), *values[3:]] if row["metric"] == "nll" else values
 
