@@ -372,6 +372,7 @@ class Whole:
             source = f", as in {self.source}" if self.source else ""
             said = {*self.keys, *self.where, *columns}
             rest = [name for name in there if name not in said and there[name].nunique() > 1]
+            rest = [] if self.source else rest
             others = f"; not compared: {', '.join(rest)}" if rest else ""
             yield f"equal   {what}: {len(both)} rows, {', '.join(columns)}{source}{others}"
 
@@ -570,7 +571,9 @@ def rivals() -> Iterator[Whole]:
             equal = rows(f"rivals/{name}/equal.csv", attributes="all", reference="lapa2")
             equal = equal[equal["family"].isin(WAYS) & equal["difference_low"].notna()]
             tables.append(equal.assign(setting=setting, way=equal["family"].map(WAYS)))
-        made = pd.concat(tables)[["setting", "way", "ratio", "metric", *CHANGE, "p_holm", "verdict"]]
+        made = pd.concat(tables)[
+            ["setting", "way", "ratio", "metric", *CHANGE, "p_holm", "verdict"]
+        ]
         made = made.rename(columns={"difference_low": "low", "difference_high": "high"})
         return made.drop_duplicates(["setting", "way", "ratio", "metric"], keep="last")
 
@@ -759,21 +762,30 @@ def instructions() -> Iterator[Whole]:
     )
 
 
-def fade() -> Iterator[Headline]:
-    """Shares of the fade of lex, all heads."""
+def fade() -> Iterator[Item]:
+    """Lex by the tokens in between, and shares of its fade, all heads."""
+
+    def control(filler: int, bias: str | None = None) -> np.ndarray:
+        heads = None if bias is None else "all heads"
+        made = rows("labels/fading/prompts.csv", filler=filler, bias=bias, heads=heads)
+        return made.sort_values("prompt")["control"].to_numpy()
 
     def share(filler: int, bias: str) -> Values:
-        control = table("labels/fading/prompts.csv").fillna("")
-        control = control.set_index(["filler", "bias", "heads"])["control"].sort_index(
-            kind="stable"
-        )
-        near, far = control.loc[1, "", ""], control.loc[filler, "", ""]
-        near, far, changed = (
-            values.reset_index(drop=True)
-            for values in (near, far, control.loc[filler, bias, "all heads"])
-        )
-        gain = near - changed if bias == "removed" else changed - far
-        return ratio(gain.to_numpy(), (near - far).to_numpy(), 2000)
+        near, far, changed = control(1), control(filler), control(filler, bias)
+        return ratio(near - changed if bias == "removed" else changed - far, near - far, 2000)
+
+    def levels() -> pd.DataFrame:
+        made, near = [], control(1)
+        for filler in (1, 64, 128, 256):
+            here, ones = control(filler), np.ones(len(near))
+            made.append(
+                {"filler": filler, "prompts": len(here)}
+                | named(ratio(here, ones, 2000), "control", "low", "high")
+                | named(ratio(near - here, ones, 2000), "fade", "fade_low", "fade_high")
+            )
+        return pd.DataFrame(made)
+
+    yield Whole("labels/fading/control.csv", ["filler"], levels)
 
     for filler in (64, 128, 256):
         for bias in ("dilution", "keys", "hold", "lapa2", "removed"):
@@ -790,32 +802,64 @@ def fade() -> Iterator[Headline]:
             )
 
 
-def causes() -> Iterator[Headline]:
-    """Shares of the fade of lex by cause: means over all orders of undoing them."""
+def causes() -> Iterator[Whole]:
+    """Shares of the fade by cause: means over all orders of undoing them; and by other changes."""
     factors = ("distance", "keys", "content", "relay")
+    others = ("hold", "weights", "number", "equal", "exchanged")
+    ends, file = ("share", "low", "high"), "fading/account/prompts.parquet"
+    setting = ["part", "filler", "measure"]
 
-    def share(filler: int, cause: str) -> Values:
-        values = rows(
-            "fading/account/prompts.parquet", part="full", measure="lex", filler=filler
-        ).pivot(index="prompt", columns="state", values="value")
+    def values() -> Iterator[tuple[dict[str, object], pd.DataFrame]]:
+        for group, of in table(file).groupby(setting):
+            states = of.pivot(index="prompt", columns="state", values="value")
+            yield dict(zip(setting, group, strict=True)) | {"prompts": len(states)}, states
 
-        def lex(far: tuple[str, ...]) -> np.ndarray:
-            name = "+".join(name for name in factors if name in far)
-            return values[name or "near"].to_numpy()
+    def shares() -> pd.DataFrame:
+        made = []
+        for facts, states in values():
 
-        orders = [order[: order.index(cause) + 1] for order in permutations(factors)]
-        lost = np.mean([lex(order[:-1]) - lex(order) for order in orders], axis=0)
-        return ratio(lost, lex(()) - lex(factors), 2000)
+            def at(far: Sequence[str], states: pd.DataFrame = states) -> np.ndarray:
+                name = "+".join(factor for factor in factors if factor in far)
+                return states[name or "near"].to_numpy()
 
-    for filler in (64, 256, 1024):
-        for cause in factors:
-            yield Headline(
-                f"fade after {filler} tokens, {cause}",
-                "fading/account/account.csv",
-                {"part": "full", "measure": "lex", "filler": filler, "name": cause},
-                ("share", "low", "high"),
-                lambda filler=filler, cause=cause: share(filler, cause),
-            )
+            fade = at(()) - at(factors)
+            for cause in factors:
+                orders = [order[: order.index(cause) + 1] for order in permutations(factors)]
+                lost = [at(order[:-1]) - at(order) for order in orders]
+                parts = [part.sum() / fade.sum() for part in lost]
+                first, last = at(()) - at((cause,)), at(set(factors) - {cause}) - at(factors)
+                made.append(
+                    facts | {"name": cause, "least": min(parts), "most": max(parts)}
+                    | {"first": first.sum() / fade.sum(), "last": last.sum() / fade.sum()}
+                    | named(ratio(np.mean(lost, axis=0), fade, 2000), *ends)
+                )  # fmt: skip
+            gains = {name: states[name].to_numpy() - at(factors) for name in others}
+            gains["direct"] = (states["direct near"] - states["direct far"]).to_numpy()
+            made += [
+                facts | {"name": name} | named(ratio(gain, fade, 2000), *ends)
+                for name, gain in gains.items()
+            ]
+        return pd.DataFrame(made)
+
+    def fades(measure: str) -> pd.DataFrame:
+        made = []
+        for facts, states in values():
+            near, far = states["near"].to_numpy(), states["+".join(factors)].to_numpy()
+            if facts["measure"] == measure:
+                for name, numbers in (("near", near), ("far", far), ("fade", near - far)):
+                    of = ratio(numbers, np.ones(len(numbers)), 2000)
+                    facts |= named(of, name, f"{name}_low", f"{name}_high")
+                made.append(facts)
+        return pd.DataFrame(made)
+
+    yield Whole("fading/account/account.csv", [*setting, "name"], shares)
+    for measure in ("lex", "js", "attention"):
+        yield Whole(
+            "fading/account/fades.csv",
+            ["part", "filler"],
+            lambda measure=measure: fades(measure).drop(columns="measure"),
+            where={"measure": measure},
+        )
 
 
 def labels(folder: str = "labels") -> Iterator[Headline]:
@@ -1035,7 +1079,7 @@ def copies() -> Iterator[Whole]:
         files = sorted((FIGURES / "paper/quick/tables").glob("*.claims.csv"))
         tables = [table(f"paper/quick/tables/{file.name}") for file in files]
         made = pd.concat([part for part in tables if len(part)], ignore_index=True)
-        return made[[*claim, "here", "low", "high", "p", "second_here", "verdict", "prompts"]]
+        return made
 
     for name, metric in product(CLAIMED[:2], ("tox", "tox (linear)")):
         yield Whole(
@@ -1089,8 +1133,6 @@ ARE_LABELS = (
 """Tables that have a row a text or a prompt."""
 UNREAD = {
     "circuits/criteria/*/faithfulness.csv": "controls.csv",
-    "fading/account/fades.csv": "prompts.parquet",
-    "labels/fading/control.csv": "prompts.csv",
     "lex_and_accuracy/*.csv": "control.csv",
     "rivals/readers.agreement.csv": "readers.csv",
 }
