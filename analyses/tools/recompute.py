@@ -1,17 +1,19 @@
-"""Committed tables again, from committed labels alone: `python analyses/tools/recompute.py`.
+"""Committed tables are computed again from committed labels: `python analyses/tools/recompute.py`.
 
     python analyses/tools/recompute.py [GROUP ...]    # steering, heads, rivals, ...; by default all
 
-Labels are what is committed of texts or prompts: a row each, without the text. A line says "equal"
-if all numbers of a table, or of a row, are those of the committed one up to one unit of its last
-digit; "DIFFERS" says what is not. The exit code is then 1. Nothing of the package is used. With
-prompts of at least 8, an interval is between two percentiles of means over resampled prompts
-(`percentiles`), and p is a share of flipped signs, or of resamples beyond 0. Where a row is a
-repetition of a run whose texts are gone, the number of the first run follows.
+Labels are what is committed of texts or prompts: a row for each, without the text. Nothing of the
+package is used. With prompts of at least 8, an interval is between two percentiles of means over
+resampled prompts (`percentiles`), and p is a share of flipped signs, or of resamples beyond 0.
 
-Some tables hold the same number twice. The group `copies` compares these with each other, since no
-labels of them are committed: a number that is changed in one of them alone is found. At the end
-stand the tables that are computed in part, or not at all, and why.
+A line says "equal" if all numbers of a table, or of a row, are the committed ones up to one unit of
+their last digit. A line says "DIFFERS", and what does, if one is not; the exit code is then 1.
+Where a row repeats a run whose texts are gone, the number of the first run follows.
+
+Some tables have no committed labels, and have numbers that another table has, too. The group
+`copies` compares them, so that a number that is changed in one of them is found. At the end stand
+the tables that are computed in part, those whose labels are committed and not read, and those that
+cannot be computed, since their labels are not committed.
 """
 
 from __future__ import annotations
@@ -488,7 +490,7 @@ def heads() -> Iterator[Whole]:
             name for name in names if name.endswith(" heads") and name.split()[0].isdecimal()
         )
         others = [name for name in names if name not in ("no bias", chosen)]
-        pairs = [*((chosen, other) for other in others)]
+        pairs = [(chosen, name) for name in others]
         pairs += [(name, "no bias") for name in (chosen, *others)]
         made = pd.DataFrame(
             {"metric": metric, "arm": arm, "against": against}
@@ -571,11 +573,10 @@ def rivals() -> Iterator[Whole]:
             equal = rows(f"rivals/{name}/equal.csv", attributes="all", reference="lapa2")
             equal = equal[equal["family"].isin(WAYS) & equal["difference_low"].notna()]
             tables.append(equal.assign(setting=setting, way=equal["family"].map(WAYS)))
-        made = pd.concat(tables)[
-            ["setting", "way", "ratio", "metric", *CHANGE, "p_holm", "verdict"]
-        ]
+        keys = ["setting", "way", "ratio", "metric"]
+        made = pd.concat(tables)[[*keys, *CHANGE, "p_holm", "verdict", "prompts"]]
         made = made.rename(columns={"difference_low": "low", "difference_high": "high"})
-        return made.drop_duplicates(["setting", "way", "ratio", "metric"], keep="last")
+        return made.drop_duplicates(keys, keep="last")
 
     def orders() -> pd.DataFrame:
         """Rank correlations of perplexity and bits."""
@@ -1036,7 +1037,7 @@ CLAIMED = ("undecided/detox", "paper/quick/tables/detox", "paper/quick/tables/se
 
 
 def copies() -> Iterator[Whole]:
-    """Verdicts on the paper, of which no labels are committed: tables that have the same numbers."""
+    """Tables that have the same numbers, of which no labels are committed."""
     claim = ["item", "claim", "metric"]
 
     def from_arms(name: str) -> pd.DataFrame:
@@ -1074,6 +1075,23 @@ def copies() -> Iterator[Whole]:
         again = rows("undecided/claims.csv")[claim]
         return again.merge(there[[*claim, *names.values()]], on=claim)
 
+    def from_bases() -> pd.DataFrame:
+        """Differences from no bias; of Air-Decoding at the omega of the tests."""
+        arms = rows("bases/bases.csv")
+        omega = {"(a), omega 140": "(a)", "(c), omega 60": "(c)"}
+        part = arms["variant"].where(arms["method"] != "air-decoding", arms["variant"].map(omega))
+        arms = arms.assign(part=part)[arms["difference"].notna()]
+        names = {"difference_low": "low", "difference_high": "high"}
+        keys = ["part", "task", "method", "arm", "metric", "attribute"]
+        arms = arms.drop(columns=["low", "high"]).rename(columns=names)
+        # Of words that stand in no text of either arm, bases.csv has the interval of a share that
+        # is 0, and the tests have none.
+        nowhere = (arms["difference"] == 0) & (arms["low"] == -arms["high"])
+        arms.loc[nowhere, ["low", "high"]] = 0.0
+        tests = rows("bases/bases.tests.csv", against="baseline")[keys]
+        values = [*keys, "difference", "low", "high", "p"]
+        return tests.merge(arms[values], on=keys)
+
     def from_items() -> pd.DataFrame:
         """The claims of all tables of the paper."""
         files = sorted((FIGURES / "paper/quick/tables").glob("*.claims.csv"))
@@ -1099,6 +1117,13 @@ def copies() -> Iterator[Whole]:
     )
     verdicts = "paper/quick/tables/verdicts.csv"
     yield Whole("undecided/claims.csv", claim, from_verdicts, source=verdicts)
+    yield Whole(
+        "bases/bases.tests.csv",
+        ["part", "task", "method", "arm", "metric", "attribute"],
+        from_bases,
+        where={"against": "baseline"},
+        source="bases/bases.csv",
+    )
 
 
 GROUPS: dict[str, Callable[[], Iterator[Item]]] = {
