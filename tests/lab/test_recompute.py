@@ -34,9 +34,9 @@ def copy_of(recompute, root, file):
     there, here = recompute.FIGURES, root / "figures"
     for part in Path(file).parts:
         here.mkdir()
-        for other in there.iterdir():
-            if other.name != part:
-                (here / other.name).symlink_to(other)
+        for path in there.iterdir():
+            if path.name != part:
+                (here / path.name).symlink_to(path)
         there, here = there / part, here / part
     shutil.copy(there, here)
     recompute.FIGURES = root / "figures"
@@ -180,6 +180,8 @@ def test_one_point_more_of_a_label_table_is_seen(recompute, tmp_path, capsys, fo
         ("rivals/again/equal.csv", "rivals", "p_holm"),
         ("rivals/soft/arms.csv", "rivals", "cost"),
         ("rivals/settings.csv", "rivals", "low"),
+        ("fading/account/account.csv", "causes", "share"),
+        ("labels/fading/control.csv", "fade", "control"),
         ("instructions/effect.csv", "instructions", "high"),
         ("instructions/held-out/equal.csv", "instructions", "value"),
         ("instructions/table.csv", "instructions", "cost"),
