@@ -264,7 +264,7 @@ class Statements:
         if page.startswith("analyses/"):
             text = re.sub(r"^## Plan$.*?(?=^## |\Z)", "", text, flags=re.M | re.S)
         prose = joined(NO_PROSE.sub(" ", TABLE.sub(" ", text)))
-        told = prose
+        prose_left = prose
         for statement in self.statements:
             if statement["page"] == page:
                 plain = joined(NO_PROSE.sub(" ", statement["text"]))
@@ -272,11 +272,13 @@ class Statements:
                 for row in statement["rows"]:
                     if "number" in row:
                         blotted = blotted.replace(row["number"], "@", 1)
-                told = told.replace(plain, DIRECTIONS.sub("@", blotted) if strict else blotted)
-        told = re.sub(r"(?i)95 % intervals?|chance is \d+ %[^.]*", "", told)
+                prose_left = prose_left.replace(
+                    plain, DIRECTIONS.sub("@", blotted) if strict else blotted
+                )
+        prose_left = re.sub(r"(?i)95 % intervals?|chance is \d+ %[^.]*", "", prose_left)
         patterns = [RESULT]
         if strict:
-            told = SETTING.sub("@", told)
+            prose_left = SETTING.sub("@", prose_left)
             patterns += [
                 COUNTED,
                 DIRECTIONS,
@@ -285,16 +287,16 @@ class Statements:
         elif page.startswith("docs/") or page == "README.md":
             patterns = [re.compile(ENDS)]
         return list(dict.fromkeys(
-            told[max(match.start() - 40, 0) : match.end() + 30]
+            prose_left[max(match.start() - 40, 0) : match.end() + 30]
             for pattern in patterns
-            for match in pattern.finditer(told)
+            for match in pattern.finditer(prose_left)
         ))  # fmt: skip
 
 
 if __name__ == "__main__":
     try:
-        found = Statements.read().problems()
+        wrong_lines = Statements.read().problems()
     except NumberError as problem:
         sys.exit(str(problem))
-    print("\n".join(found) or "every statement holds")
-    sys.exit(bool(found))
+    print("\n".join(wrong_lines) or "every statement holds")
+    sys.exit(bool(wrong_lines))

@@ -25,7 +25,7 @@ OF_PREFIXES = [
     ("detox", "negprompt"), ("detox", "preadd"), ("detox", "palette"),
 ]  # fmt: skip
 """Tasks and methods of Table prefix_types; and topic, whose prefixes are soft."""
-TOLD = "## What is not there"
+HEADING = "## What is not there"
 
 
 def rows_of(name):
@@ -89,7 +89,7 @@ def test_texts_of_every_method_are_there():
 def test_what_is_not_there_is_told():
     """Models and lengths of the paper that no committed table has."""
     page = (ROOT / "docs" / "reproducing.md").read_text("utf-8")
-    told = re.search(rf"^{TOLD}$(.*?)(?=^## |\Z)", page, re.M | re.S)[1]
+    section = re.search(rf"^{HEADING}$(.*?)(?=^## |\Z)", page, re.M | re.S)[1]
     models = {
         "gpt2-medium": "GPT-2 Medium",
         "llama-2-7b": "LLaMA-2 7B",
@@ -97,8 +97,8 @@ def test_what_is_not_there_is_told():
         "pythia-12b": "Pythia 12B",
     }
     for name in {row["model"] for row in reported()}:
-        assert models[name] in told, name
+        assert models[name] in section, name
     lengths = {int(row["length"]) for row in reported() if row["length"]}
     longest = max(int(row["length"]) for row in rows_of("sent_topic"))
     for length in lengths:
-        assert length <= longest or str(length) in told, length
+        assert length <= longest or str(length) in section, length
