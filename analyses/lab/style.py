@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -78,6 +79,34 @@ def legend_below(figure: Drawing, panels: Panels, columns: int = 3) -> None:
         if fewer == 1 or legend.get_window_extent().width <= figure.bbox.width:
             return
         legend.remove()
+
+
+def name_ends(
+    axes: Axes, ends: Mapping[str, tuple[float, float, str]], across: float, apart: float
+) -> None:
+    """Names of curves in a column, in their colours, each with a thin line from the curve's end.
+
+    Args:
+        axes: The panel, with its final limits.
+        ends: By name, x and y of the end, and the colour.
+        across: Where the column begins, as a share of the panel's width.
+        apart: Least distance of two names, as a share of the panel's height.
+    """
+    scale = axes.transScale + axes.transLimits
+    points = {name: scale.transform((x, y)) for name, (x, y, _) in ends.items()}
+    names = sorted(points, key=lambda name: points[name][1])
+    places = [points[name][1] for name in names]
+    for _ in range(200):  # neighbours that touch move apart
+        for i in range(len(places) - 1):
+            overlap = apart - (places[i + 1] - places[i])
+            if overlap > 1e-6:
+                places[i] -= overlap / 2
+                places[i + 1] += overlap / 2
+    for name, place in zip(names, places, strict=True):
+        look: dict[str, Any] = {"color": ends[name][2], "transform": axes.transAxes}
+        x, y = points[name]
+        axes.plot([x + 0.015, across - 0.01], [y, place], lw=0.5, alpha=0.5, **look)
+        axes.text(across, place, name, fontsize=7, va="center", **look)
 
 
 def draw_prefix_attention(table: pd.DataFrame) -> Drawing:
