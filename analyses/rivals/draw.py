@@ -18,8 +18,6 @@ from lapa2_interp.files import write_text
 from lapa2_interp.plots import COLOURS, new_figure, plain_axes
 from lapa2_interp.table_formats import as_csv
 
-MARKERS = "os^Dv"
-"""Of the best ways, in the order of `BEST`."""
 NAMES = {
     "lapa2": "LaPA², all heads",
     "head-selective": "chosen heads",
@@ -213,8 +211,9 @@ def draw_settings(table: pd.DataFrame) -> Figure:
         for i, way in enumerate(ways):
             own = rows[(rows["way"] == way) & (rows["ratio"] == ratio)]
             y = np.array([settings.index(name) for name in own["setting"]]) + 0.17 * (i - 1.5)
-            axes.plot(own["difference"], y, MARKERS[i], color=COLOURS[i], ms=4, label=way)
-            axes.hlines(y, own["low"], own["high"], color=COLOURS[i], lw=1.2)
+            colour, marker = SHOWN[BEST[way][0]]
+            axes.plot(own["difference"], y, marker, color=colour, ms=4, label=way)
+            axes.hlines(y, own["low"], own["high"], color=colour, lw=1.2)
         axes.axvline(0, color="grey", lw=0.8)
         axes.set_yticks(range(len(settings)), settings)
         plain_axes(axes, f"points above all heads, perplexity times {ratio:g}", "")
