@@ -95,18 +95,18 @@ def name_ends(
     scale = axes.transScale + axes.transLimits
     points = {name: scale.transform((x, y)) for name, (x, y, _) in ends.items()}
     names = sorted(points, key=lambda name: points[name][1])
-    places = [points[name][1] for name in names]
+    heights = [points[name][1] for name in names]
     for _ in range(200):  # neighbours that touch move apart
-        for i in range(len(places) - 1):
-            overlap = apart - (places[i + 1] - places[i])
+        for i in range(len(heights) - 1):
+            overlap = apart - (heights[i + 1] - heights[i])
             if overlap > 1e-6:
-                places[i] -= overlap / 2
-                places[i + 1] += overlap / 2
-    for name, place in zip(names, places, strict=True):
+                heights[i] -= overlap / 2
+                heights[i + 1] += overlap / 2
+    for name, height in zip(names, heights, strict=True):
         look: dict[str, Any] = {"color": ends[name][2], "transform": axes.transAxes}
         x, y = points[name]
-        axes.plot([x + 0.015, across - 0.01], [y, place], lw=0.5, alpha=0.5, **look)
-        axes.text(across, place, name, fontsize=7, va="center", **look)
+        axes.plot([x + 0.015, across - 0.01], [y, height], lw=0.5, alpha=0.5, **look)
+        axes.text(across, height, name, fontsize=7, va="center", **look)
 
 
 def draw_prefix_attention(table: pd.DataFrame) -> Drawing:
