@@ -14,19 +14,12 @@ import numpy as np
 import pandas as pd
 
 from analyses.lab.items import open_item, prefix_step_table
-from analyses.lab.style import METRIC_LABELS, name_ends
+from analyses.lab.style import METRIC_LABELS, WAYS, name_ends
 from analyses.lab.tables import format_step_curves, rows_of_all_attributes
 from lapa2_interp.bias.recipes import RECIPES, recipe_name
 from lapa2_interp.plots import COLOURS, Drawing, crosses, new_figure, plain_axes
 
-SHOWN = {
-    "baseline": ("no bias", COLOURS[0], "o"),
-    "lapa2": ("LaPA², all heads", COLOURS[2], "D"),
-    "head-selective": ("chosen heads", COLOURS[1], "o"),
-    "token-selective": ("one token", COLOURS[6], "s"),
-    "spotlight": ("Spotlight", COLOURS[4], "P"),
-    "set-point": ("set-point", COLOURS[3], "^"),
-}
+SHOWN = WAYS | {"spotlight": ("Spotlight", COLOURS[4], "P")}
 """Name, colour and marker of the recipes that the figure names; the others are grey."""
 
 

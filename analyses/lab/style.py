@@ -26,6 +26,14 @@ METHOD_STYLES = {
     "arithmetic": (COLOURS[6], "*"),
 }
 """A method keeps its colour and marker in every figure."""
+WAYS = {
+    "baseline": ("no bias", COLOURS[0], "o"),
+    "lapa2": ("LaPA², all heads", COLOURS[2], "D"),
+    "head-selective": ("24 chosen heads", COLOURS[1], "o"),
+    "token-selective": ("one token", COLOURS[6], "s"),
+    "set-point": ("set-point", COLOURS[3], "^"),
+}
+"""By family, what figures call a way to raise attention, its colour and its marker."""
 METRIC_LABELS = {"acc": "attribute accuracy (%)", "tox": "toxicity (%)", "ppl": "perplexity"}
 COLUMN = 3.4
 """Width of a paper's column, inches."""

@@ -26,7 +26,7 @@ from matplotlib.axes import Axes
 from analyses.lab.items import open_item
 from analyses.lab.output import item_json
 from analyses.lab.scripts import DEFAULT_SCORERS
-from analyses.lab.style import METRIC_LABELS, legend_below
+from analyses.lab.style import METRIC_LABELS, WAYS, legend_below
 from lapa2_interp.bias.recipes import name_families, strength
 from lapa2_interp.errors import RunError, pluralize
 from lapa2_interp.files import atomic_write, write_text
@@ -51,18 +51,7 @@ SHOWN = {
     "acc masked": "words hidden,\nby adapter",
     "acc masked (linear)": "words hidden,\nby linear",
 }
-LOOKS = {
-    "lapa2": (COLOURS[2], "D"),
-    "head-selective": (COLOURS[1], "o"),
-    "token-selective": (COLOURS[6], "s"),
-    "set-point": (COLOURS[3], "^"),
-}
-"""Colour and marker of a way, the same as in the other studies."""
-WORDS = {
-    "lapa2": "LaPA², all heads",
-    "head-selective": "24 chosen heads",
-    "token-selective": "one token",
-    "baseline": "no bias",
+WORDS = {name: words for name, (words, _, _) in WAYS.items()} | {
     "all words": "any words",
     "prefix words banned": "prefix's words banned",
 }
@@ -88,7 +77,7 @@ def draw(table: pd.DataFrame, curves: pd.DataFrame, equal: pd.DataFrame) -> Draw
     )
     keys = distinguishing_columns(curves, ["task", "words", "model", "method", "variant"])
     names = [REFERENCE, *(name for name in dict.fromkeys(equal["family"]) if name != REFERENCE)]
-    looks = {name: LOOKS.get(name, (COLOURS[4], "P")) for name in names}
+    looks = {name: WAYS.get(name, ("", COLOURS[4], "P"))[1:] for name in names}
     groups = list(curves.groupby(keys, sort=False))
     differences = equal.groupby(keys, sort=False)
     ratios = list(dict.fromkeys(equal["ratio"]))
