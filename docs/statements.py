@@ -47,7 +47,7 @@ OPEN = re.compile(
 SHARES = {
     "nearly all": (0.85, 1.05), "three quarters": (0.7, 0.8), "two thirds": (0.6, 0.72),
     "most": (0.5, 1.01), "mostly": (0.5, 1.01),
-    "about half": (0.4, 0.6), "half": (0.4, 0.6), "a third": (0.28, 0.39),
+    "half": (0.4, 0.6), "a third": (0.28, 0.39),
     "a quarter": (0.2, 0.3), "a fifth": (0.15, 0.25), "a tenth": (0.07, 0.13),
     "little": (-0.05, 0.2), "a small part": (-0.05, 0.2), "nothing": (-0.05, 0.05),
 }  # fmt: skip
@@ -227,9 +227,9 @@ class Statements:
         first = words.partition(" ")[0]
         if words in CORRECTED:
             true = (float(record["p_holm"]) < 0.05) == CORRECTED[words]
-        elif words in SHARES:
+        elif (share_words := words.removeprefix("about ")) in SHARES:
             share = value / 100 if settings["unit"] == "%" else value
-            true = SHARES[words][0] <= share <= SHARES[words][1]
+            true = SHARES[share_words][0] <= share <= SHARES[share_words][1]
         elif OPEN.fullmatch(words):
             true = low <= neutral <= high
         elif first in UP:
