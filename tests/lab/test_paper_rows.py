@@ -25,6 +25,8 @@ OF_PREFIXES = [
     ("detox", "negprompt"), ("detox", "preadd"), ("detox", "palette"),
 ]  # fmt: skip
 """Tasks and methods of Table prefix_types; and topic, whose prefixes are soft."""
+ABSENT = {("sentiment", "prefix"): "Pro-Aug for GPT-2+Prefix"}
+"""A variant less: what the page says of it."""
 HEADING = "## What is not there"
 
 
@@ -70,7 +72,7 @@ def test_every_variant_of_a_table_is_there(name):
             for row in rows_of(name)
             if (row["task"], row["method"]) == own
         }
-        assert len(arms) >= len(paper), own
+        assert len(arms) >= len(paper) - (own in ABSENT), own
 
 
 def test_the_prefixes_of_every_method_are_there():
@@ -98,6 +100,7 @@ def test_what_is_not_there_is_told():
     }
     for name in {row["model"] for row in reported()}:
         assert models[name] in section, name
+    assert all(words in section for words in ABSENT.values())
     lengths = {int(row["length"]) for row in reported() if row["length"]}
     longest = max(int(row["length"]) for row in rows_of("sent_topic"))
     for length in lengths:
