@@ -66,7 +66,7 @@ is checked."""
 PLAIN = r"[+-]?(?:\d[\d,]*(?:\.\d+)?|\.\d+)"
 SETTING = re.compile(
     rf"(?<![\w.,/]){PLAIN}(?:[-–]\w|\w)*(?:(?:,| to| and| or) \d[\d,]*)*(?: or more)?"
-    r" (?:new |more |best |neutral |chosen |opposing |trained |generated |other |random )?(?:tokens"
+    r" (?:new |more |best |neutral |chosen |opposing |trained |generated |other |random )*(?:tokens"
     r"|steps|keys|heads|layers|texts|prompts|samples|words|models?|tasks|methods|messages|chats|turns"
     r"|answers|minutes|hours|million|billion|seeds?|runs|GB|MB|lines|characters|resamples)\b"
     r"|(?:alpha|omega|lambda|strength|temperature|turn|top-k|layer|step|length|Tables?|Sections?"
