@@ -18,7 +18,7 @@ HARNESS := .venv-harness/.installed
 demo: $(RUN)
 	@python analyses/demo/demo.py --out results/demo
 
-# Every figure and table. SCALE=tiny: up to half an hour, far too small to tell; quick: a day of two cores;
+# Every figure and table. SCALE=tiny: about 40 minutes, far too small to tell; quick: a day of two cores;
 # paper: GPUs. Repeat it after a stop: it goes on.
 reproduce: $(RUN)
 	python analyses/tools/reproduce.py --scale $(SCALE) --out results/$(SCALE)
