@@ -50,10 +50,11 @@ docs/notebooks/%.ipynb: analyses/notebooks/%.py $(DEV)
 	jupytext --quiet --set-kernel python3 --to ipynb --output $@ $<
 	TQDM_DISABLE=1 jupyter-execute --inplace $@
 
-# What documents quote, out of the committed tables.
+# Tables of the documents out of the committed ones; then every statement on results is checked.
 numbers: $(RUN)
 	python docs/write_claims.py
-	python docs/write_numbers.py
+	python docs/write_tables.py
+	python docs/statements.py
 
 # Files share two processes of one thread each; what needs the machine to itself follows in one.
 PARALLEL := --numprocesses 2 --dist loadfile --no-loadscope-reorder --durations 60

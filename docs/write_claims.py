@@ -4,13 +4,14 @@ rows decide.
 
 A claim has cases, such as methods on tasks; each is a row of a committed table with a verdict. A
 case that was run again on new prompts has the later verdict. In tables without verdicts a filter of
-claims.toml decides. The status of a claim:
+claims.toml decides. The status of a claim counts its cases, and names the model:
 
-- reproduced: all its cases are as in the paper; reproduced in k of n: only k are.
-- Where none is: contradicted (in k of n) if a case is against the paper; otherwise no difference
-  (in k of n) if the difference of a case is below its margin; otherwise undecided.
-- no test; k of n agree: there are only numbers without a test, such as means.
-- not tested: there is no data.
+- for: the case is as in the paper; against: the opposite of what the paper says is shown.
+- without a difference: the difference is shown to be smaller than a margin; open: it takes more
+  prompts to decide.
+- without a basis: a claim on what LaPA2 adds to a method, where the method by itself does not do in
+  this model what it is for (`basis` in claims.toml).
+- k of n agree, without a test: there are only numbers, such as means. not tested: there is no data.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
-from write_numbers import ROOT, NumberError, Numbers, Row, fits, rounded, table_of
+from write_tables import ROOT, NumberError, Numbers, Row, fits, rounded, table_of
 
 VERDICTS = "figures/paper/quick/tables/verdicts.csv"
 LATER = {
@@ -33,29 +34,50 @@ LATER = {
 }
 """Later verdicts on the same claims, and on which prompts."""
 STATUS = {
-    "as in the paper": "reproduced",
-    "against the paper": "contradicted",
-    "no difference": "no difference",
-    "inconclusive": "undecided",
+    "as in the paper": "for",
+    "against the paper": "against",
+    "no difference": "without a difference",
+    "inconclusive": "open",
+    "no basis": "without a basis",
 }
-"""Verdicts of cases, and the status that a claim has by the first of them."""
+"""Verdicts of cases, and how a status counts them."""
 MULTIPLES = "figures/paper/perplexity.csv"
 """Perplexities of whole texts as multiples of that of no bias; verdicts are on differences."""
 COLUMNS = [
-    "about", "claim", "paper", "found", "model", "setting", "here", "status", "scorer", "cases",
-    *STATUS, "lowest", "highest", "level",
+    "about", "claim", "paper", "reported", "found", "model", "setting", "here", "status", "scorer",
+    "cases", *STATUS, "lowest", "highest", "level",
 ]  # fmt: skip
 NAMED = 3
-"""A claim of at most this many cases names each with its number; one of more has counts."""
+"""A claim of at most this many cases names each with its number; one of more has their span."""
 Claim = dict[str, Any]
 
 
-def status_of(verdicts: list[str]) -> str:
+def status_of(verdicts: list[str], model: str, tested: bool = True) -> str:
     """The status of a claim out of the verdicts of its cases."""
-    for verdict, status in STATUS.items():
-        if count := verdicts.count(verdict):
-            return status if count == len(verdicts) else f"{status} in {count} of {len(verdicts)}"
-    return "not tested"
+    if not verdicts:
+        return "not tested"
+    counts = [f"{verdicts.count(name)} {word}" for name, word in STATUS.items() if name in verdicts]
+    if not tested:
+        counts = [f"{verdicts.count('as in the paper')} of {len(verdicts)} agree, without a test"]
+    return f"{', '.join(counts)}, in {model}"
+
+
+def without_basis(claim: Claim, cases: list[Row], root: Path) -> list[Row]:
+    """The cases; of methods that do not control by themselves the verdict is "no basis"."""
+    if "basis" not in claim:
+        return cases
+    basis = claim["basis"]
+    rows = [
+        row
+        for row in table_of(root / basis["file"])
+        if all(fits(row[n], w) for n, w in basis["where"].items())
+    ]
+    controls = {row["method"] for row in rows if fits(row[basis["value"]], basis["controls"])}
+    if missing := {case["method"] for case in cases} - {row["method"] for row in rows}:
+        raise NumberError(f"{basis['file']} says nothing of {', '.join(sorted(missing))}")
+    return [
+        case if case["method"] in controls else case | {"verdict": "no basis"} for case in cases
+    ]
 
 
 def rows_of(group: Claim, root: Path) -> list[Row]:
@@ -121,7 +143,7 @@ def cases_of(claim: Claim, root: Path) -> list[Row]:
             cases.append(
                 {"verdict": decided} | row | {"name": name, "here": value, "length": length}
             )
-    return cases
+    return without_basis(claim, cases, root)
 
 
 def number(values: list[str], claim: Claim) -> str:
@@ -133,14 +155,9 @@ def number(values: list[str], claim: Claim) -> str:
 
 
 def summary(cases: list[Row], claim: Claim, words: Numbers) -> str:
-    """What was found: each case with its number, or the span of numbers and counts of verdicts."""
-    verdicts = [case["verdict"] for case in cases]
+    """What was found: each case with its number, or the span of the numbers of all cases."""
     if len(cases) > NAMED:
-        span = number([case["here"] for case in cases], claim)
-        if not claim.get("tested", True):  # the status has the count
-            return span
-        counts = [f"{verdicts.count(n)} {word}" for n, word in STATUS.items() if n in verdicts]
-        return f"{span}: {', '.join(counts)}"
+        return number([case["here"] for case in cases], claim)
     differing = [
         column for column in ("method", "task") if len({case.get(column) for case in cases}) > 1
     ]
@@ -188,9 +205,8 @@ def claims(text: str, words: Numbers, root: Path = ROOT) -> list[dict[str, Any]]
     for claim in asked["claim"]:
         cases = cases_of(claim, root)
         verdicts = [case["verdict"] for case in cases]
-        status = status_of(verdicts)
-        if not claim.get("tested", True):
-            status = f"no test; {verdicts.count('as in the paper')} of {len(cases)} agree"
+        model = claim.get("model", asked["model"])
+        status = status_of(verdicts, model, claim.get("tested", True))
         result = summary(cases, claim, words) if cases else "no data"
         context = setting(cases, claim, asked, words)
         circumstances = "; ".join(filter(None, [context, claim.get("further", "")]))
@@ -204,8 +220,9 @@ def claims(text: str, words: Numbers, root: Path = ROOT) -> list[dict[str, Any]]
             "about": claim.get("about", "the paper"),
             "claim": name,
             "paper": f"{name[:-1]}; {source})" if name.endswith(")") else f"{name} ({source})",
+            "reported": f"{paper} ({claim['source']})" if paper else claim["source"],
             "found": result,
-            "model": claim.get("model", asked["model"]) if cases else "",
+            "model": model if cases else "",
             "setting": context,
             "here": f"{result} ({circumstances})" if circumstances else result,
             "status": status,
@@ -221,7 +238,7 @@ def claims(text: str, words: Numbers, root: Path = ROOT) -> list[dict[str, Any]]
 
 def written(root: Path = ROOT) -> str:
     """What figures/paper/claims.csv should be."""
-    words = Numbers((root / "docs" / "numbers.toml").read_text("utf-8"), root)
+    words = Numbers.read(root)
     file = io.StringIO()
     writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
     writer.writeheader()

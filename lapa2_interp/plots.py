@@ -75,8 +75,11 @@ def plain_axes(axes: Axes, xlabel: str, ylabel: str) -> None:
 
 def legend_above(figure: Figure, columns: int, panel: Axes | None = None) -> None:
     """A legend above all panels: of one panel's curves, or of all; in fewer columns where they
-    would be wider than the figure, which grows with a legend of more than three lines."""
+    would be wider than the figure, which grows with a legend of more than three lines. Without a
+    curve that has a name there is none."""
     named = () if panel is None else panel.get_legend_handles_labels()
+    if not any(axes.get_legend_handles_labels()[1] for axes in figure.axes):
+        return
     for n in range(columns, 0, -1):
         legend = figure.legend(
             *named, loc="outside upper center", frameon=False, fontsize=7, ncols=n

@@ -16,24 +16,25 @@ assert SPEC.loader
 table = sys.modules[SPEC.name] = importlib.util.module_from_spec(SPEC)
 SPEC.loader.exec_module(table)
 
-AS, AGAINST, SAME, OPEN = table.STATUS
+AS, AGAINST, SAME, OPEN, BASELESS = table.STATUS
 
 
 @pytest.mark.parametrize(
     ("verdicts", "status"),
     [
-        ([AS, AS], "reproduced"),
-        ([AS, AGAINST, OPEN], "reproduced in 1 of 3"),
-        ([AGAINST], "contradicted"),
-        ([SAME, AGAINST, OPEN, OPEN], "contradicted in 1 of 4"),
-        ([SAME, SAME], "no difference"),
-        ([OPEN, SAME, OPEN], "no difference in 1 of 3"),
-        ([OPEN, OPEN], "undecided"),
+        ([AS, AS], "2 for, in M"),
+        ([AS, AGAINST, OPEN], "1 for, 1 against, 1 open, in M"),
+        ([SAME, AGAINST, OPEN, OPEN], "1 against, 1 without a difference, 2 open, in M"),
+        ([AS, BASELESS], "1 for, 1 without a basis, in M"),
         ([], "not tested"),
     ],
 )
 def test_the_rule(verdicts, status):
-    assert table.status_of(verdicts) == status
+    assert table.status_of(verdicts, "M") == status
+    if verdicts:
+        assert table.status_of([AS, *verdicts], "M", tested=False).endswith(
+            f"of {len(verdicts) + 1} agree, without a test, in M"
+        )
 
 
 VERDICTS = """\
@@ -121,13 +122,13 @@ one = "One"
 t = "T"
 """
 EXPECTED = [
-    ("the paper", "It gains (Table 1: +2.9 to +8.7 points)", "-2.5 to +4.4 points: 2 reproduced, 1 contradicted, 1 undecided (T, u; 64 tokens; a note; 1 of 4 on new prompts)", "M", "adapter", "reproduced in 2 of 4", 4, (2, 1, 0, 1), (-2.5, 4.44), 1),
-    ("the paper", "It costs (much; Table 1: +12.0)", "a case: +1.9 [1.0, 2.9] (T; 8 tokens; hard prefixes)", "M", "", "reproduced", 1, (1, 0, 0, 0), (1.93, 1.93), 3),
-    ("the paper", "It costs, as a multiple (Table 1: +12.0 as differences)", "One: 1.11 times [1.06, 1.17] (T; hard prefixes)", "M", "", "reproduced", 1, (1, 0, 0, 0), (1.114, 1.114), 3),
-    ("the paper", "R2 is high (Figure 1)", "One, T: 0.99; two, T: 0.63; three, u: 0.80 (T, u)", "M", "", "reproduced in 1 of 3", 3, (1, 1, 0, 1), (0.627, 0.987), 3),
-    ("own tables", "Gains grow (Text)", "One: +4.5; two: -3.8 (T)", "M", "", "no test; 1 of 2 agree", 2, (1, 1, 0, 0), (-3.75, 4.5), 3),
-    ("the paper", "Little changes (Text)", "One: +7.0; two: +1.2 (other)", "other", "", "no test; 1 of 2 agree", 2, (1, 1, 0, 0), (1.25, 7.0), 3),
-    ("the paper", "People see it (Figure 6)", "no data", "", "", "not tested", 0, (0, 0, 0, 0), ("", ""), 3),
+    ("the paper", "It gains (Table 1: +2.9 to +8.7 points)", "-2.5 to +4.4 points (T, u; 64 tokens; a note; 1 of 4 on new prompts)", "M", "adapter", "2 for, 1 against, 1 open, in M", 4, (2, 1, 0, 1, 0), (-2.5, 4.44), 1),
+    ("the paper", "It costs (much; Table 1: +12.0)", "a case: +1.9 [1.0, 2.9] (T; 8 tokens; hard prefixes)", "M", "", "1 for, in M", 1, (1, 0, 0, 0, 0), (1.93, 1.93), 3),
+    ("the paper", "It costs, as a multiple (Table 1: +12.0 as differences)", "One: 1.11 times [1.06, 1.17] (T; hard prefixes)", "M", "", "1 for, in M", 1, (1, 0, 0, 0, 0), (1.114, 1.114), 3),
+    ("the paper", "R2 is high (Figure 1)", "One, T: 0.99; two, T: 0.63; three, u: 0.80 (T, u)", "M", "", "1 for, 1 against, 1 open, in M", 3, (1, 1, 0, 1, 0), (0.627, 0.987), 3),
+    ("own tables", "Gains grow (Text)", "One: +4.5; two: -3.8 (T)", "M", "", "1 of 2 agree, without a test, in M", 2, (1, 1, 0, 0, 0), (-3.75, 4.5), 3),
+    ("the paper", "Little changes (Text)", "One: +7.0; two: +1.2 (other)", "other", "", "1 of 2 agree, without a test, in other", 2, (1, 1, 0, 0, 0), (1.25, 7.0), 3),
+    ("the paper", "People see it (Figure 6)", "no data", "", "", "not tested", 0, (0, 0, 0, 0, 0), ("", ""), 3),
 ]  # fmt: skip
 
 
@@ -175,6 +176,22 @@ def test_a_claim_without_its_rows_is_an_error(root, before, after, message):
         table.claims(CLAIMS.replace(before, after), table.Numbers(WORDS, root), root)
 
 
+BASIS = """
+basis = {file = "raw.csv", where = {arm = "none"}, value = "high", controls = "< 0"}
+"""
+
+
+def test_a_method_that_does_not_control_by_itself_is_without_a_basis(root):
+    raw = "method,arm,high\none,none,-1\ntwo,none,0.5\nthree,none,-2\nthree,all,3\n"
+    (root / "raw.csv").write_text(raw, "utf-8")
+    text = CLAIMS.replace('note = "a note"\n', 'note = "a note"\n' + BASIS)
+    gains = table.claims(text, table.Numbers(WORDS, root), root)[0]
+    assert gains["status"] == "1 for, 1 open, 2 without a basis, in M"
+    (root / "unsaid.csv").write_text("method,arm,high\none,none,-1\n", "utf-8")
+    with pytest.raises(table.NumberError, match=r"unsaid\.csv says nothing of three, two"):
+        table.claims(text.replace("raw.csv", "unsaid.csv"), table.Numbers(WORDS, root), root)
+
+
 def test_the_committed_table_is_that_of_the_committed_verdicts():
     assert (ROOT / "figures" / "paper" / "claims.csv").read_text("utf-8") == table.written()
 
@@ -205,6 +222,29 @@ def test_every_verdict_on_the_paper_stands_in_a_claim():
     compared = {row["compared"] for row in judged if (row["item"], row["claim"]) in names} - {""}
     left = [row for row in judged if row["compared"] not in compared]
     assert [row["claim"] for row in left if (row["item"], row["claim"]) not in names] == []
+
+
+def test_every_method_of_the_papers_tables_is_in_a_claim():
+    """A method on a task that is left out of claims.toml would be missed by nobody."""
+    reported = table.table_of(ROOT / "analyses" / "lab" / "reported_results.csv")
+    names = {"GPT-2+Prefix": "prefix", "Con-Prefix": "con-prefix", "Air-Decoding": "air-decoding"}
+    pairs = {
+        (row["task"], names.get(row["method"], row["method"].lower()))
+        for row in reported
+        if row["lapa2"] == "True" and row["table"] in ("sent_topic", "detox")
+    }
+    assert len(pairs) == 9
+    metrics = {"sentiment": "acc", "topic": "acc", "detox": "tox"}
+    for metric, of in (("control", metrics), ("perplexity", dict.fromkeys(metrics, "ppl"))):
+        cases = {
+            (row["task"], row["method"])
+            for claim in CLAIMED["claim"]
+            if claim.get("level") in (1, 2) and claim.get("about", "the paper") == "the paper"
+            for group in claim.get("cases", [])
+            for row in table.rows_of(group, ROOT)
+            if row.get("item") in ("sent_topic", "detox") and row["metric"] == of[row["task"]]
+        }
+        assert cases >= pairs, metric
 
 
 def test_kinds_of_prefix_are_those_of_the_runs():

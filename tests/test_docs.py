@@ -109,7 +109,7 @@ def of_lapa2(words):
 
 
 def rendered(text):
-    """A text as it is read: without the marks of its numbers (docs/write_numbers.py)."""
+    """A text as it is read: without the marks of its numbers (docs/write_tables.py)."""
     return re.sub("<!--.*?-->", "", text, flags=re.DOTALL)
 
 

@@ -191,7 +191,8 @@ def claim_for_arm(text: str, arm: str, arms: Iterable[str]) -> str:
 def draw_item(
     out: Path, item: str, draw: Callable[..., Drawing], further_tables: Sequence[str]
 ) -> None:
-    """Draw OUT/tables/ITEM.csv into OUT/figures/ITEM.png and .pdf.
+    """Draw OUT/tables/ITEM.csv into OUT/figures/ITEM.png and .pdf. A table without rows has no
+    figure, and an earlier one is removed.
 
     Args:
         draw: Makes the figure from the table and the further tables.
@@ -214,6 +215,11 @@ def draw_item(
             raise RunError(
                 f"cannot read {file} ({str(error)[:80]}); leave out --draw, and it is made again"
             ) from error
+    paths = [out / "figures" / f"{item}.{ending}" for ending in ("png", "pdf")]
+    if tables[0].empty:
+        for path in paths:
+            path.unlink(missing_ok=True)
+        return
     try:
         figure = draw(*tables)
     except KeyError as error:
@@ -221,9 +227,8 @@ def draw_item(
             f"{files[0]} has no column {error}; leave out --draw, and it is made again"
         ) from error
     (out / "figures").mkdir(parents=True, exist_ok=True)
-    for ending in ("png", "pdf"):
-        path = out / "figures" / f"{item}.{ending}"
-        figure.savefig(path, metadata={"CreationDate": None} if ending == "pdf" else None)
+    for path in paths:
+        figure.savefig(path, metadata={"CreationDate": None} if path.suffix == ".pdf" else None)
         print(path)
 
 

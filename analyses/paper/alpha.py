@@ -16,10 +16,14 @@ from analyses.lab.style import METRIC_LABELS, display_name, style_of
 from analyses.lab.tables import rows_of_all_attributes
 from lapa2_interp.plots import Drawing, band, error_bars, new_figure, plain_axes
 
+BEST = {"prefix": 0.5, "air-decoding": 0.5, "preadd": 2.0}
+"""The alpha that the paper found best, by method."""
+
 
 def draw(table: pd.DataFrame) -> Drawing:
     """Figure alpha: control (left axis, colour) and perplexity (right axis, grey) against alpha,
-    one panel per method.
+    one panel per method. A star marks the alpha with the best control here, the cross on the axis
+    the alpha that the paper found best.
 
     Args:
         table: tables/alpha.csv: columns task, method, alpha, metric, attribute, mean, low, high.
@@ -38,6 +42,12 @@ def draw(table: pd.DataFrame) -> Drawing:
         metric = "tox" if task == "detox" else "acc"
         control, fluency = part[part["metric"] == metric], part[part["metric"] == "ppl"]
         band(panel, control, "alpha", colour, marker=marker, ms=4, lw=1.3)
+        means = control.reset_index()["mean"]
+        best = control.iloc[means.idxmin() if metric == "tox" else means.idxmax()]
+        panel.plot(best["alpha"], best["mean"], "*", ms=11, color=colour, clip_on=False)
+        if method in BEST:
+            axis = panel.get_xaxis_transform()
+            panel.plot(BEST[method], 0, "x", ms=6, color="#000000", clip_on=False, transform=axis)
         panel.set_title(f"{display_name(method)}, {task}", fontsize=9)
         plain_axes(panel, "alpha", METRIC_LABELS[metric])
         panel.yaxis.label.set_color(colour)
@@ -54,6 +64,7 @@ def draw(table: pd.DataFrame) -> Drawing:
         right.set_ylim(fluency["mean"].min() / 1.6, fluency["mean"].max() * 1.6)
         right.tick_params(which="both", labelsize=7, colors="#777777")
         right.spines["top"].set_visible(False)
+    figure.supxlabel("star: best control here; cross: best in the paper", fontsize=7)
     return figure
 
 
@@ -67,7 +78,6 @@ table = item.table(
 table["alpha"] = table["arm"].map(cells.drop_duplicates("arm").set_index("arm")["alpha"])
 
 # %%
-BEST = {"prefix": 0.5, "air-decoding": 0.5, "preadd": 2.0}
 for where, words, group in item.data.groups(cells):
     metric, better = ("tox", "less") if where["task"] == "detox" else ("acc", "more")
     arms = group.drop_duplicates("alpha")[["alpha", "arm"]].to_numpy()

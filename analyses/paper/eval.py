@@ -9,9 +9,9 @@
 #     lapa2 scorers answers RATER.csv --key results/quick/sheets/key.csv --out results/quick/human
 #     python analyses/paper/eval.py results/quick
 #
-# Without them the table is empty and says "no judge". The paper (numbers only for relevance): +.22
-# on sentiment (GPT-2+Prefix), +.24 on topic (Air-Decoding). Judged are relevance and fluency;
-# topicality is in the table alone.
+# Without them the table is empty, says "no judge", and has no figure. The paper (numbers only for
+# relevance): +.22 on sentiment (GPT-2+Prefix), +.24 on topic (Air-Decoding). Judged are relevance
+# and fluency; topicality is in the table alone.
 
 # %%
 from functools import partial
@@ -30,20 +30,15 @@ from lapa2_interp.table_formats import interval_cells
 
 
 def draw(table: pd.DataFrame) -> Drawing:
-    """Figure eval: mean ratings (1 to 5) by base method and criterion, without and with LaPA2; "no
-    judge" where there are none.
+    """Figure eval: mean ratings (1 to 5) by base method and criterion, without and with LaPA2.
 
     Args:
         table: tables/eval.csv: columns rater, model, task, method, variant, length, arm, criterion,
             mean, low, high.
     """
-    raters = list(dict.fromkeys(table["rater"])) if len(table) else []
-    figure = new_figure(COLUMN * max(1, len(raters)), 2.5)
-    panels = np.atleast_1d(figure.subplots(1, max(1, len(raters))))
-    if not raters:
-        panels[0].text(0.5, 0.5, "no judge", ha="center", va="center", fontsize=14, color="#777777")
-        panels[0].set_axis_off()
-        return figure
+    raters = list(dict.fromkeys(table["rater"]))
+    figure = new_figure(COLUMN * len(raters), 2.5)
+    panels = np.atleast_1d(figure.subplots(1, len(raters)))
     for panel, rater in zip(panels, raters, strict=True):
         part = table[table["rater"] == rater]
         part = part.assign(variant=part["variant"].astype(object).fillna(""))

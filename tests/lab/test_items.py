@@ -66,7 +66,7 @@ SCORES = ROOT / "tests" / "data" / "small_run.scores.csv.xz"
 ITEMS = sorted({file.name.split(".")[0] for file in GOLDEN.glob("*.csv")})
 MADE = shutil.ignore_patterns("tables", "figures")
 """Left out of copies: with the tables of all items, every claim is judged again."""
-FIGURES = ("decay", "dilution", "alpha", "augmentation", "augmentation_large", "local_attn", "eval")
+FIGURES = ("decay", "dilution", "alpha", "augmentation", "augmentation_large", "local_attn")
 
 
 QUICK = ("accuracy=linear", "toxicity=linear", "perplexity")
@@ -242,6 +242,31 @@ def test_figures_are_files_in_two_forms(item, run, printed):
     redraw(f"paper/{item}", run)
     for ending, start in (("png", b"\x89PNG"), ("pdf", b"%PDF")):
         assert (run / "figures" / f"{item}.{ending}").read_bytes().startswith(start)
+
+
+def test_a_table_without_rows_has_no_figure(run, printed):
+    """No picture of nothing, and none that an earlier run left."""
+    assert "no judge" in printed("eval")
+    for ending in ("png", "pdf"):
+        (run / "figures" / f"eval.{ending}").write_text("of an earlier run")
+    redraw("paper/eval", run)
+    assert not list((run / "figures").glob("eval.*"))
+
+
+def test_alpha_marks_the_best_control_and_the_papers_choice(run, printed):
+    assert printed("alpha")
+    alpha = pd.read_csv(run / "tables" / "alpha.csv")
+    axes = drawing_of("paper/alpha")(alpha).axes
+    stars = [line for panel in axes for line in panel.lines if line.get_marker() == "*"]
+    crosses = [line for panel in axes for line in panel.lines if line.get_marker() == "x"]
+    assert len(stars) == len(crosses) == 3
+    rows = alpha[(alpha["attribute"] == "all") & alpha["metric"].isin(["acc", "tox"])]
+    best = {
+        method: (part["mean"].min() if part["metric"].iloc[0] == "tox" else part["mean"].max())
+        for method, part in rows.groupby("method")
+    }
+    assert sorted(line.get_ydata()[0] for line in stars) == pytest.approx(sorted(best.values()))
+    assert sorted(line.get_xdata()[0] for line in crosses) == [0.5, 0.5, 2.0]
 
 
 @pytest.mark.parametrize("tasks", [("sentiment", "topic"), ("sentiment",)])
