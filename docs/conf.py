@@ -179,7 +179,8 @@ def shown_on(figure):
     """The page that shows a figure, and the match of PICTURE there; of a figure that none shows,
     those of a figure of the same name and study; or None."""
     found = {}
-    for page in [*sorted(ANALYSES.glob("*/README.md")), *sorted(DOCS.glob("*.md"))]:
+    pages = [*sorted(ANALYSES.glob("*/README.md")), *sorted(DOCS.glob("*.md")), ROOT / "README.md"]
+    for page in pages:
         for shown in PICTURE.finditer(page.read_text("utf-8")):
             found.setdefault((page.parent / shown["file"]).resolve(), (page, shown))
     study = figure.relative_to(FIGURES).parts[0]
@@ -206,7 +207,8 @@ def caption_of(figure):
     page, shown = shown_on(figure) or (DOCS / "results.md", {"note": None})
     heading = re.search("^# (.+)", page.read_text("utf-8"))[1]
     note = " ".join((shown["note"] or "").split())
-    link = f"[{heading}]({os.path.relpath(page, DOCS)})"
+    address = "index.md" if page.parent == ROOT else os.path.relpath(page, DOCS)
+    link = f"[{heading}]({address})"
     return f"{sees} {note if '](' not in note else ''}".rstrip() + f" {link} discusses it."
 
 
