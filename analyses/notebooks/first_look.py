@@ -5,7 +5,7 @@
 # LaPA2 change? What does the model lose when one head cannot see the prefix? At the end we ask the
 # same of a system prompt in a chat.
 #
-# **Running time:** about two minutes on two CPU cores, with SmolLM2-135M.
+# **Running time:** about three minutes on two CPU cores, with SmolLM2-135M.
 #
 # The model is a TransformerBridge, the class of TransformerLens 4. `augmented(...)` is a context
 # manager around any forward pass, and everything else is TransformerLens as you know it.
