@@ -588,8 +588,8 @@ def numbers(grid: Grid, measured: Measured, arms: Mapping[str, str]) -> Panel:
     return Panel(
         "Does it help? So few texts cannot tell",
         f"The table has a mean for each arm, with its 95 % interval over the {prompts} prompts."
-        " Both attributes are taken together, and n is the number of texts. Accuracy is the share of"
-        " texts in which a classifier finds the attribute that was asked for. There are two"
+        " Both attributes are taken together, and n is the number of texts. Accuracy is the share"
+        " of texts in which a classifier finds the attribute that was asked for. There are two"
         " classifiers of different kinds: adapter is a small language model with adapters, and"
         " linear counts words. Echo is the share of texts that say the word of the prefix itself."
         " A low perplexity means that the text is fluent to the scoring model. Distinct-n is the"
@@ -770,7 +770,8 @@ def _facts(out: Path, run: Run, grid: Grid, traces: xr.Dataset, seconds: float) 
         ),
         "Stored texts": (
             f"The model reads {traces.sizes['step']} tokens of each of"
-            f" {traces.sizes['sample']} texts. They were {origin}, at commit {stored['commit'][:12]}."
+            f" {traces.sizes['sample']} texts. They were {origin}, at commit"
+            f" {stored['commit'][:12]}."
         ),
         "Profile": "paper (Algorithm 1): exactly the prefix's tokens, l without BOS",
         "Machine": f"{machine()}, {manifest.threads or 'GPU'} threads a process",
