@@ -52,7 +52,8 @@ def on_prefix(cache, layer):
     return cache[f"blocks.{layer}.attn.hook_pattern"][0, :, -1, slice(*branch.prefix)].sum(-1)
 
 
-b = float(augmentation.bias(len(branch) - branch.n_bos, branch.l_pre))  # l and l_pre, without BOS
+l = len(branch) - branch.n_bos  # the keys that the last token sees, without BOS
+b = augmentation.alpha * torch.tensor(l / branch.l_pre).log()
 moved = torch.logit(on_prefix(boosted, 0)) - torch.logit(on_prefix(plain, 0))
 print(f"b = {b:.4f}; log-odds moved by {moved.min():.4f} to {moved.max():.4f} in layer 0")
 assert (moved - b).abs().max() < 1e-3
