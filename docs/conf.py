@@ -175,17 +175,21 @@ PICTURE = re.compile(
 )
 
 
+QUESTION = re.compile(r"# Figure \w+: (.+?\?)\s*#?\s+(.+?\.)\s")
+"""What a script of a figure of the paper asks, and what the figure shows."""
+
+
 def shown_on(figure):
     """The page that shows a figure, and the match of PICTURE there; of a figure that none shows,
     those of a figure of the same name and study; or None."""
-    found = {}
+    pictures = {}
     pages = [*sorted(ANALYSES.glob("*/README.md")), *sorted(DOCS.glob("*.md")), ROOT / "README.md"]
     for page in pages:
         for shown in PICTURE.finditer(page.read_text("utf-8")):
-            found.setdefault((page.parent / shown["file"]).resolve(), (page, shown))
+            pictures.setdefault((page.parent / shown["file"]).resolve(), (page, shown))
     study = figure.relative_to(FIGURES).parts[0]
-    alike = (at for at in found if at.name == figure.name and study in at.parts)
-    return found.get(figure) or found.get(next(alike, None))
+    alike = (at for at in pictures if at.name == figure.name and study in at.parts)
+    return pictures.get(figure) or pictures.get(next(alike, None))
 
 
 def title_of(figure):
@@ -198,12 +202,23 @@ def title_of(figure):
     return f"{shown['title']}: {figure.parent.name}" if is_other else shown["title"]
 
 
+def inside_a_sentence(title):
+    """A title without its capital, unless its first word is a name such as NegPrompt."""
+    is_name = not title.split()[0][1:].islower()
+    return title if is_name else title[0].lower() + title[1:]
+
+
 def caption_of(figure):
     """A sentence that says what one sees, what the page that shows the figure says under it, and a
     link to that page. It stands above the figure."""
     title, of_one, _ = title_of(figure).partition(f": {figure.parent.name}")
     where = f", for `{figure.parent.name}`" if of_one else ""
-    sees = f"This picture shows {title[0].lower()}{title[1:]}{where}."
+    sees = f"This picture shows {inside_a_sentence(title)}{where}."
+    script = ANALYSES / "paper" / f"{figure.stem}.py"
+    if figure.is_relative_to(FIGURES / "paper") and script.is_file():
+        question, shows = QUESTION.search(script.read_text("utf-8").replace("\n# ", " ")).groups()
+        asks = f"{question[0].upper()}{question[1:]}"
+        sees = f"{asks} This picture shows {inside_a_sentence(shows)}"
     page, shown = shown_on(figure) or (DOCS / "results.md", {"note": None})
     heading = re.search("^# (.+)", page.read_text("utf-8"))[1]
     note = " ".join((shown["note"] or "").split())

@@ -97,9 +97,9 @@ for way, rules in ways.items():
             stats.paired_difference(base[name], held_out.prompts, now[name], held_out.prompts)
             for name in ("js", "lex")
         ]
-        told = (f"{gain.mean:+.3f} [{gain.low:+.3f}, {gain.high:+.3f}]" for gain in gains)
+        intervals = (f"{gain.mean:+.3f} [{gain.low:+.3f}, {gain.high:+.3f}]" for gain in gains)
         alpha = rule.alpha if rule else 0
-        print(f"{way:>13}, alpha {alpha:.1f}: cost {cost:.2f}, gain of js and lex", *told)
+        print(f"{way:>13}, alpha {alpha:.1f}: cost {cost:.2f}, gain of js and lex", *intervals)
 
 # %% [markdown]
 # ## Was it worth choosing?

@@ -456,14 +456,16 @@ def set_folder(model: str, task: str, which: str) -> Path:
     Raises:
         PrefixError: No such set.
     """
-    places = [SHIPPED_SETS / model, own_sets() / model]
-    folders = [place / f"{task}-{which}" for place in places if "/" not in which]
+    of_model = [SHIPPED_SETS / model, own_sets() / model]
+    folders = [sets / f"{task}-{which}" for sets in of_model if "/" not in which]
     if folder := next((folder for folder in [*folders, Path(which)] if folder.is_dir()), None):
         return folder
     have = sorted(
-        folder.name.removeprefix(f"{task}-")
-        for place in places
-        for folder in place.glob(f"{task}-*")
+        {
+            folder.name.removeprefix(f"{task}-")
+            for sets in of_model
+            for folder in sets.glob(f"{task}-*")
+        }
     )
     raise PrefixError(
         f"no soft prefixes {which!r} of task {task} for {model}; "

@@ -586,17 +586,17 @@ def test_the_mean_over_heads_begins_without_bos(browser, page_file, shown):
 def test_a_note_over_the_difference_says_that_the_texts_differ(browser, shown, tmp_path):
     first, second = shown.text.arms
     for name, last, differ in (("same", first.tokens[-1], 0), ("other", first.tokens[-1] + 1, 1)):
-        other = dataclasses.replace(second, tokens=(*first.tokens[:-1], last))
-        text = dataclasses.replace(shown.text, arms=(first, other))
+        changed = dataclasses.replace(second, tokens=(*first.tokens[:-1], last))
+        text = dataclasses.replace(shown.text, arms=(first, changed))
         page_file = dataclasses.replace(shown, text=text).save(tmp_path / f"{name}.html")
         opened(browser, page_file)
         over = "[...document.querySelectorAll('.{} figcaption')].map(each => each.textContent)"
         for panel in ("map", "grid"):
-            told = [
+            has_note = [
                 caption.startswith("The two texts differ.")
                 for caption in browser.ask(over.format(panel))
             ]
-            assert told == [False, False, bool(differ)], (name, panel)
+            assert has_note == [False, False, bool(differ)], (name, panel)
         quiet(browser, page_file)
 
 

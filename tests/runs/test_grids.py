@@ -211,8 +211,8 @@ def test_with_the_files_of_the_reader_every_cell_of_a_paper_grid_is_planned(
     """No file of the package is written for it, so that it works after `pip install`."""
     cells = load_grid(name).cells
     assert lapa2("sweep --dry-run --device cpu --workers 1 --out run", name) == 0
-    told = capsys.readouterr().err
-    assert f"{len(cells)} of {len(cells)} cells to make" in told, told
+    printed = capsys.readouterr().err
+    assert f"{len(cells)} of {len(cells)} cells to make" in printed, printed
     assert not Path("run").exists()
 
 
