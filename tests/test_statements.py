@@ -268,7 +268,7 @@ EDITS = {
     "less toxic is more": ("docs/results.md", "they get less toxic", "they get more toxic"),
     "another cause": ("docs/results.md", "**Distance takes most of it**", "**More keys take most of it**"),
     "another cause in README": ("README.md", "rotates queries and keys with distance", "has more keys"),
-    "an exception deleted": ("README.md", "Under the decoding method DExperts no gain\n   over all heads is shown.", ""),
+    "an exception deleted": ("README.md", "Under\n   the decoding method DExperts no gain over all heads is shown.", ""),
     "other words banned": ("docs/results.md", "may use a word of its own prefix", "may use a word of any prefix"),
     "a number pointed elsewhere": ("docs/statements.toml", SOFT + '"prefix"', SOFT + '"con-prefix"'),
     "a persona": ("docs/results.md", "0.27 [0.16, 0.38]", "0.37 [0.26, 0.48]"),
@@ -276,7 +276,7 @@ EDITS = {
     "a count": ("README.md", "8 of 8", "7 of 8"),
     "the rival is worse": ("README.md", "-3 points [-9, 3]", "-13 points [-19, -7]"),
     "a cell": ("docs/results.md", "| PREADD | +1.21", "| PREADD | -1.21"),
-    "a new claim": ("README.md", "Control follows only in part.", "It also lowers toxicity."),
+    "a new claim": ("README.md", "This is how our tests judge", "It lowers toxicity."),
 }  # fmt: skip
 """Edits of pages that a careless hand could make; each is found."""
 
