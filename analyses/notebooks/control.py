@@ -88,7 +88,7 @@ for source, scores in {"raw": score, **by_source}.items():
 # ## A measure of your own
 #
 # Any function of the logits of both branches is a measure. This one says how often the two would
-# write another token.
+# write different tokens.
 
 
 # %%
