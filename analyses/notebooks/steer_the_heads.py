@@ -8,8 +8,8 @@
 # **Running time:** about two minutes on two CPU cores, with SmolLM2-135M.
 #
 # *Control* is how far the predictions after opposite prefixes are apart. All ways to steer read the
-# same texts. How texts that are written freely compare is the question of the study of steering,
-# which also has the rivals of this way, such as activation addition.
+# same texts. The study of steering compares texts that are written freely. The study of rivals has
+# other ways to steer, such as activation addition.
 
 # %%
 import os
@@ -60,8 +60,8 @@ print("against:", " ".join(f"{layer}.{head}" for layer, head in chosen.suppresso
 # ## Control and cost, on the other prompts
 #
 # `js` counts every difference of the two predictions. `lex` counts only what makes the words of the
-# own attribute more probable. `cost` is a perplexity: that of the texts under the mean of both
-# predictions, as a multiple of its value without a bias. Both numbers grow with the bias, so
+# own attribute more probable. `cost` is the perplexity of the texts under the mean of both
+# predictions. It is a multiple of its value without a bias. Both numbers grow with the bias, so
 # compare the ways where their costs are alike. Intervals are 95 % intervals over prompts.
 
 # %%
@@ -104,8 +104,8 @@ for way, rules in ways.items():
 # %% [markdown]
 # ## Was it worth choosing?
 #
-# The chosen heads against as many random ones, with the same bias. A dozen prompts can show large
-# differences only.
+# We compare the chosen heads with as many random ones, with the same bias. A dozen prompts can show
+# only large differences.
 
 # %%
 mine, others = results["chosen heads", 1.0], results["random heads", 1.0]
