@@ -42,7 +42,7 @@ print(f"{best['layer']:.0f}.{best['head']:.0f} promotes {promoted}\n     demotes
 # ## Eight prompts: the sum, part by part
 #
 # All parts of all heads, together with the MLPs and the embedding, sum to the logit difference
-# itself. The last of the checks below holds this.
+# itself. The last of the checks below tests this.
 
 # %%
 prompts = methods.load_task("sentiment").prompts.texts[:8]
