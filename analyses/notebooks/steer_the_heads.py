@@ -97,7 +97,7 @@ for way, rules in ways.items():
             stats.paired_difference(base[name], held_out.prompts, now[name], held_out.prompts)
             for name in ("js", "lex")
         ]
-        intervals = (f"{gain.mean:+.3f} [{gain.low:+.3f}, {gain.high:+.3f}]" for gain in gains)
+        intervals = (f"{gain.mean:.3f} [{gain.low:.3f}, {gain.high:.3f}]" for gain in gains)
         alpha = rule.alpha if rule else 0
         print(f"{way:>13}, alpha {alpha:.1f}: cost {cost:.2f}, gain of js and lex", *intervals)
 
@@ -111,7 +111,7 @@ for way, rules in ways.items():
 mine, others = results["chosen heads", 1.0], results["random heads", 1.0]
 for metric in ("js", "lex"):
     gap = stats.paired_difference(others[metric], held_out.prompts, mine[metric], held_out.prompts)
-    print(f"{metric}: chosen - random {gap.mean:+.4f} [{gap.low:+.4f}, {gap.high:+.4f}]")
+    print(f"{metric}: chosen - random {gap.mean:.4f} [{gap.low:.4f}, {gap.high:.4f}]")
 
 # %% [markdown]
 # ## A model whose answer is known

@@ -78,7 +78,7 @@ exact = circuits.knock_out(
     other_metrics=(),
 )
 for unit, effect, direct in zip(exact.units, exact.values.mean(0), heads["direct"], strict=True):
-    print(f"{unit.name:>6}: direct {direct:+.4f}, lost without it {effect:+.4f}")
+    print(f"{unit.name:>6}: direct {direct:.4f}, lost without it {effect:.4f}")
 
 # %% [markdown]
 # ## A model whose answer is known
