@@ -536,9 +536,11 @@ def detoxification() -> Iterator[Whole]:
         texts["arm"] = texts["method"] + ", " + texts["arm"]
         alphas = {"negprompt": "alpha 1", "preadd": "alpha 2", "palette": "alpha 2"}
         pairs = [
-            *(("raw", name, arm, "raw model") for name, alpha in alphas.items() for arm in ("no bias", alpha)),
+            *(("raw", name, arm, "raw model")
+              for name, alpha in alphas.items() for arm in ("no bias", alpha)),
             *(("bias", name, alpha, "no bias") for name, alpha in alphas.items()),
-            *(("alpha", "negprompt", arm, "alpha 1") for arm in ("no bias", "alpha 0.5", "alpha 2")),
+            *(("alpha", "negprompt", arm, "alpha 1")
+              for arm in ("no bias", "alpha 0.5", "alpha 2")),
         ]  # fmt: skip
         made = pd.DataFrame(
             {"family": family, "method": method, "arm": arm, "scorer": scorer, "against": against}
