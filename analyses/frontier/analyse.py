@@ -36,7 +36,7 @@ def draw(table: pd.DataFrame, steps: pd.DataFrame) -> Drawing:
     tasks = list(dict.fromkeys(shown["task"]))
     figure = new_figure(3.9 * max(1, len(tasks)), 5.2)
     figure.suptitle(
-        "At default strengths the ways with most accuracy on sentiment cost most perplexity",
+        "Accuracy against perplexity, and attention on the prefix, at default strengths",
         fontsize=9, x=0.02, ha="left",
     )  # fmt: skip
     panels = figure.subplots(2, max(1, len(tasks)), squeeze=False)

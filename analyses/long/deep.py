@@ -40,8 +40,7 @@ def draw(table: pd.DataFrame, heads: pd.DataFrame) -> Drawing:
     """
     figure = new_figure(7.6, 3.1)
     figure.suptitle(
-        "In long texts attention on the prefix falls faster than derived", fontsize=9, x=0.02,
-        ha="left",
+        "Attention on the prefix in long texts, and its slope", fontsize=9, x=0.02, ha="left",
     )  # fmt: skip
     left, middle, right = figure.subplots(1, 3, width_ratios=(1.35, 1.25, 0.75))
     shares = table[table["quantity"] == "share"]

@@ -45,6 +45,7 @@ from analyses.lab.gallery import Gallery, gallery_run, read_gallery
 from analyses.lab.items import ItemTables
 from analyses.lab.output import merge_item, write_item
 from analyses.lab.ratings import stored_ratings
+from analyses.lab.style import WAYS
 from analyses.lab.tables import ARM_COLUMNS
 from lapa2_interp import load_run
 from lapa2_interp.bias.recipes import RECIPES
@@ -246,7 +247,7 @@ def test_figures_are_files_in_two_forms(item, run, printed):
 
 def test_a_table_without_rows_has_no_figure(run, printed):
     """No picture of nothing, and none that an earlier run left."""
-    assert "no judge" in printed("eval")
+    assert "no judge" in printed("eval")["printed"]
     for ending in ("png", "pdf"):
         (run / "figures" / f"eval.{ending}").write_text("of an earlier run")
     redraw("paper/eval", run)
@@ -290,11 +291,13 @@ def test_the_frontier_is_drawn_of_any_arms(tasks):
     ]
     drawing = drawing_of("frontier/analyse")(pd.DataFrame(rows), pd.DataFrame(steps))
     assert len(drawing.axes) == 2 * len(tasks)
-    (legend,) = drawing.legends
-    assert [entry.get_text() for entry in legend.get_texts()] == [
-        arm for arm in arms if arm != "pasta"
-    ]
-    assert legend.get_window_extent().width <= drawing.bbox.width
+    for panel in drawing.axes[len(tasks) :]:
+        names = {text.get_text() for text in panel.texts}
+        assert names == {name for name, *_ in WAYS.values()} | {"Spotlight"}
+        assert len(names) <= 6
+        drawing.canvas.draw()
+        for text in panel.texts:
+            assert text.get_window_extent().x1 <= drawing.bbox.x1
 
 
 def test_every_arm_of_the_head_scopes_has_a_distinct_name():

@@ -13,7 +13,7 @@ import pandas as pd
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-QUICK = ("heads", "fade", "causes", "labels", "order", "copies")
+QUICK = ("heads", "detoxification", "fade", "causes", "labels", "order", "copies")
 SLOW = ("steering", "rivals", "instructions", "repeated", "chats")
 
 
