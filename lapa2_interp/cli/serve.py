@@ -8,6 +8,7 @@ from ipaddress import ip_address
 from pathlib import Path
 from typing import Annotated
 
+from lapa2_interp._util.terminal import Terminated
 from lapa2_interp.cli.options import AugmentationOptions, Several
 from lapa2_interp.errors import GridError, ModelError
 from lapa2_interp.models.machine import DtypeOrAuto
@@ -64,7 +65,8 @@ def serve(
     for package in ("starlette", "uvicorn"):
         if find_spec(package) is None:
             raise ModelError(
-                f'{package} is not installed, which a server needs: pip install "lapa2-interp[serve]"'
+                f"{package} is not installed, which a server needs: pip install"
+                ' "lapa2-interp[serve]"'
             )
     key = os.environ.get(KEY) or None
     if key is None and not is_own_machine(host):
@@ -89,7 +91,10 @@ def serve(
     app = make_app(loaded, engine, defaults, key)
     bias = " + ".join(rule.label for rule in rules) or "no bias"
     print(f"{defaults.model}, {bias}, span {span}: http://{host}:{port}/v1", flush=True)
-    uvicorn.run(app, host=host, port=port, log_level="warning", timeout_graceful_shutdown=60)
+    try:
+        uvicorn.run(app, host=host, port=port, log_level="warning", timeout_graceful_shutdown=60)
+    except (KeyboardInterrupt, Terminated):  # raised again when all that ran is finished
+        print("stopped", flush=True)
 
 
 def is_own_machine(host: str) -> bool:

@@ -7,8 +7,8 @@ For a batch of requests:
 2. each step draws a token for every answer that goes on, and gives its text away;
 3. the keys of every text are kept for the next turn.
 
-A row's tokens do not depend on who else is in the batch: random numbers come from the request's seed
-and text, and the bias from the row's own layout.
+A row's tokens do not depend on who else is in the batch: random numbers come from the request's
+seed and text, and the bias from the row's own layout.
 """
 
 from __future__ import annotations
@@ -75,6 +75,7 @@ class Answer:
         gone: Set when nobody waits for it any more.
         tokens, text, sent: So far: all tokens, all text, and the letters that were given away.
         finish: Why it has ended.
+        last: Its last piece, if that waits for a report.
     """
 
     asked: Asked
@@ -84,6 +85,7 @@ class Answer:
     text: str = ""
     sent: int = 0
     finish: Finish | None = None
+    last: Piece | None = None
 
 
 class QueueFullError(Exception):
@@ -163,7 +165,7 @@ class Engine:
 
     def _fail(self, batch: Sequence[Answer], message: str) -> None:
         for answer in batch:
-            if answer.finish is None:
+            if answer.finish is None or answer.last is not None:
                 answer.finish = "stop"
                 answer.emit(Piece(error=message))
 
@@ -213,6 +215,11 @@ class Engine:
                     break
                 tokens = torch.tensor([[max(token, 0)] for token in drawn], device=logits.device)
                 logits = rows.read_tokens(tokens)[:, -1]
+        for answer in batch:
+            if answer.last is not None:
+                answer.last.report = self.report(answer)
+                answer.emit(answer.last)
+                answer.last = None
         if isinstance(rows, BridgeRows):
             for i, (answer, layout) in enumerate(zip(batch, layouts, strict=True)):
                 # The last token of an answer may not have been read.
@@ -302,8 +309,8 @@ class Engine:
         answer.sent = max(ready, answer.sent)
         answer.finish = finish
         if finish is not None and asked.report:
-            piece.report = self.report(answer)
-        if piece.text or finish is not None:
+            answer.last = piece  # the report is of passes of its own, after the block
+        elif piece.text or finish is not None:
             answer.emit(piece)
 
     def report(self, answer: Answer) -> dict[str, Any]:
