@@ -18,13 +18,13 @@ HARNESS := .venv-harness/.installed
 demo: $(RUN)
 	@python analyses/demo/demo.py --out results/demo
 
-# Every figure and table. SCALE=tiny: up to half an hour, far too small to tell; quick: a day of two cores;
+# Every figure and table. SCALE=tiny: about 40 minutes, far too small to tell; quick: a day of two cores;
 # paper: GPUs. Repeat it after a stop: it goes on.
-reproduce: $(RUN)
+reproduce: $(DEV)
 	python analyses/tools/reproduce.py --scale $(SCALE) --out results/$(SCALE)
 
 # The committed results of a scale, as tables and pictures; GRIDS="quick/alpha quick/layers" makes these anew, beside the others.
-gallery: $(RUN)
+gallery: $(DEV)
 	python analyses/tools/reproduce.py --scale $(SCALE) --out results/$(SCALE) $(if $(GRIDS),--grids $(GRIDS) $(if $(wildcard figures/paper/$(SCALE)/tables),--beside figures/paper/$(SCALE)))
 	mkdir -p figures/paper/$(SCALE)/tables
 	cp results/$(SCALE)/results.json results/$(SCALE)/figures/*.png figures/paper/$(SCALE)/

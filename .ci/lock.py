@@ -57,14 +57,13 @@ def main(upgrade: list[str]) -> None:
     pins = [entry.split(" \\")[0] for name, entry in pinned.items() if name not in upgrade]
     project = tomllib.loads(Path("pyproject.toml").read_text())
     declared = project["project"]
-    extras = declared["optional-dependencies"]
     running = [*declared["dependencies"], *project["build-system"]["requires"], "editables"]
-    running += extras["vader"]  # a scorer of `make reproduce`
-    every = running + extras["dev"]
+    every = running + declared["optional-dependencies"]["dev"]
     run = resolve(running, pins) | resolve(RUN_DATA, pins, "--no-deps")
     dev = resolve(every, pins) | resolve(TEST_DATA, pins, "--no-deps")
     others = [pin for pin in pins if not pin.startswith("transformer-lens==")]
     hooked = resolve([*every, "transformer-lens<4"], others)
+    extras = declared["optional-dependencies"]
     loose = [pin for pin in pins if pin.partition("==")[0] not in OLDER]
     harness = resolve([*every, *extras["lm-eval"], *extras["inspect"]], loose)
     made = {

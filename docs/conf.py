@@ -170,16 +170,61 @@ def link_the_checkout(app, doctree):
             node.replace_self(link)
 
 
+PICTURE = re.compile(
+    r"!\[(?P<title>[^\]]+)\]\((?P<file>[^)\s]+\.png)\)(?:\n\n\*(?P<note>[^*]+)\*\n)?"
+)
+
+
+QUESTION = re.compile(r"# Figure \w+: (.+?\?)\s*#?\s+(.+?\.)\s")
+"""What a script of a figure of the paper asks, and what the figure shows."""
+
+
+def shown_on(figure):
+    """The page that shows a figure, and the match of PICTURE there; of a figure that none shows,
+    those of a figure of the same name and study; or None."""
+    pictures = {}
+    pages = [*sorted(ANALYSES.glob("*/README.md")), *sorted(DOCS.glob("*.md")), ROOT / "README.md"]
+    for page in pages:
+        for shown in PICTURE.finditer(page.read_text("utf-8")):
+            pictures.setdefault((page.parent / shown["file"]).resolve(), (page, shown))
+    study = figure.relative_to(FIGURES).parts[0]
+    alike = (at for at in pictures if at.name == figure.name and study in at.parts)
+    return pictures.get(figure) or pictures.get(next(alike, None))
+
+
 def title_of(figure):
     """The heading of the table beside a figure; without one, what a page calls it."""
     tables = [*figure.parent.glob(f"tables/{figure.stem}.md"), *figure.parent.glob("*.md")]
     if tables:
         return tables[0].read_text("utf-8").splitlines()[0].strip("# ")
-    sources = sorted([*DOCS.rglob("*.md"), *ANALYSES.glob("*/README.md")])
-    pages = "".join(page.read_text("utf-8") for page in sources)
-    title = re.search(rf"!\[(.+)\]\(\S+/{figure.name}\)", pages)[1]
-    of_several = figure.parent.parent not in (FIGURES, FIGURES.parent)
-    return f"{title}: {figure.parent.name}" if of_several else title
+    page, shown = shown_on(figure)
+    is_other = (page.parent / shown["file"]).resolve() != figure
+    return f"{shown['title']}: {figure.parent.name}" if is_other else shown["title"]
+
+
+def inside_a_sentence(title):
+    """A title without its capital, unless its first word is a name such as NegPrompt."""
+    is_name = not title.split()[0][1:].islower()
+    return title if is_name else title[0].lower() + title[1:]
+
+
+def caption_of(figure):
+    """A sentence that says what one sees, what the page that shows the figure says under it, and a
+    link to that page. It stands above the figure."""
+    title, of_one, _ = title_of(figure).partition(f": {figure.parent.name}")
+    where = f", for `{figure.parent.name}`" if of_one else ""
+    sees = f"This picture shows {inside_a_sentence(title)}{where}."
+    script = ANALYSES / "paper" / f"{figure.stem}.py"
+    if figure.is_relative_to(FIGURES / "paper") and script.is_file():
+        question, shows = QUESTION.search(script.read_text("utf-8").replace("\n# ", " ")).groups()
+        asks = f"{question[0].upper()}{question[1:]}"
+        sees = f"{asks} This picture shows {inside_a_sentence(shows)}"
+    page, shown = shown_on(figure) or (DOCS / "results.md", {"note": None})
+    heading = re.search("^# (.+)", page.read_text("utf-8"))[1]
+    note = " ".join((shown["note"] or "").split())
+    address = "index.md" if page.parent == ROOT else os.path.relpath(page, DOCS)
+    link = f"[{heading}]({address})"
+    return f"{sees} {note if '](' not in note else ''}".rstrip() + f" {link} discusses it."
 
 
 def fill_the_gallery(app, document, source):
@@ -188,8 +233,8 @@ def fill_the_gallery(app, document, source):
         of_paper = FIGURES / "paper"
         for figure in sorted(FIGURES.rglob("*.png"), key=lambda f: (of_paper not in f.parents, f)):
             path, title = figure.relative_to(ROOT), title_of(figure)
-            source[0] += f"\n## {title}\n\n![{title}](../{path})\n\n[{path}](../{path})\n"
-        source[0] += "\n## Pages\n\n"
+            source[0] += f"\n## {title}\n\n{caption_of(figure)}\n\n![{title}](../{path})\n"
+        source[0] += "\n## Pages\n\nThese pages have more figures, and open in the browser.\n\n"
         for page in sorted(FIGURES.rglob("*.html")):
             title = re.search("<title>(.+)</title>", page.read_text("utf-8"))[1]
             source[0] += f"- [{title}](../{page.relative_to(ROOT)})\n"

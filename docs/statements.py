@@ -47,7 +47,7 @@ OPEN = re.compile(
 SHARES = {
     "nearly all": (0.85, 1.05), "three quarters": (0.7, 0.8), "two thirds": (0.6, 0.72),
     "most": (0.5, 1.01), "mostly": (0.5, 1.01),
-    "about half": (0.4, 0.6), "half": (0.4, 0.6), "a third": (0.28, 0.39),
+    "half": (0.4, 0.6), "a third": (0.28, 0.39),
     "a quarter": (0.2, 0.3), "a fifth": (0.15, 0.25), "a tenth": (0.07, 0.13),
     "little": (-0.05, 0.2), "a small part": (-0.05, 0.2), "nothing": (-0.05, 0.05),
 }  # fmt: skip
@@ -66,7 +66,7 @@ is checked."""
 PLAIN = r"[+-]?(?:\d[\d,]*(?:\.\d+)?|\.\d+)"
 SETTING = re.compile(
     rf"(?<![\w.,/]){PLAIN}(?:[-–]\w|\w)*(?:(?:,| to| and| or) \d[\d,]*)*(?: or more)?"
-    r" (?:new |more |best |neutral |chosen |opposing |trained |generated |other |random )?(?:tokens"
+    r" (?:new |more |best |neutral |chosen |opposing |trained |generated |other |random )*(?:tokens"
     r"|steps|keys|heads|layers|texts|prompts|samples|words|models?|tasks|methods|messages|chats|turns"
     r"|answers|minutes|hours|million|billion|seeds?|runs|GB|MB|lines|characters|resamples)\b"
     r"|(?:alpha|omega|lambda|strength|temperature|turn|top-k|layer|step|length|Tables?|Sections?"
@@ -227,9 +227,9 @@ class Statements:
         first = words.partition(" ")[0]
         if words in CORRECTED:
             true = (float(record["p_holm"]) < 0.05) == CORRECTED[words]
-        elif words in SHARES:
+        elif (share_words := words.removeprefix("about ")) in SHARES:
             share = value / 100 if settings["unit"] == "%" else value
-            true = SHARES[words][0] <= share <= SHARES[words][1]
+            true = SHARES[share_words][0] <= share <= SHARES[share_words][1]
         elif OPEN.fullmatch(words):
             true = low <= neutral <= high
         elif first in UP:
@@ -264,7 +264,7 @@ class Statements:
         if page.startswith("analyses/"):
             text = re.sub(r"^## Plan$.*?(?=^## |\Z)", "", text, flags=re.M | re.S)
         prose = joined(NO_PROSE.sub(" ", TABLE.sub(" ", text)))
-        told = prose
+        prose_left = prose
         for statement in self.statements:
             if statement["page"] == page:
                 plain = joined(NO_PROSE.sub(" ", statement["text"]))
@@ -272,11 +272,13 @@ class Statements:
                 for row in statement["rows"]:
                     if "number" in row:
                         blotted = blotted.replace(row["number"], "@", 1)
-                told = told.replace(plain, DIRECTIONS.sub("@", blotted) if strict else blotted)
-        told = re.sub(r"(?i)95 % intervals?|chance is \d+ %[^.]*", "", told)
+                prose_left = prose_left.replace(
+                    plain, DIRECTIONS.sub("@", blotted) if strict else blotted
+                )
+        prose_left = re.sub(r"(?i)95 % intervals?|chance is \d+ %[^.]*", "", prose_left)
         patterns = [RESULT]
         if strict:
-            told = SETTING.sub("@", told)
+            prose_left = SETTING.sub("@", prose_left)
             patterns += [
                 COUNTED,
                 DIRECTIONS,
@@ -285,16 +287,16 @@ class Statements:
         elif page.startswith("docs/") or page == "README.md":
             patterns = [re.compile(ENDS)]
         return list(dict.fromkeys(
-            told[max(match.start() - 40, 0) : match.end() + 30]
+            prose_left[max(match.start() - 40, 0) : match.end() + 30]
             for pattern in patterns
-            for match in pattern.finditer(told)
+            for match in pattern.finditer(prose_left)
         ))  # fmt: skip
 
 
 if __name__ == "__main__":
     try:
-        found = Statements.read().problems()
+        wrong_lines = Statements.read().problems()
     except NumberError as problem:
         sys.exit(str(problem))
-    print("\n".join(found) or "every statement holds")
-    sys.exit(bool(found))
+    print("\n".join(wrong_lines) or "every statement holds")
+    sys.exit(bool(wrong_lines))

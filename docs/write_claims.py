@@ -57,9 +57,10 @@ def status_of(verdicts: list[str], model: str, tested: bool = True) -> str:
     if not verdicts:
         return "not tested"
     counts = [f"{verdicts.count(name)} {word}" for name, word in STATUS.items() if name in verdicts]
-    if not tested:
-        counts = [f"{verdicts.count('as in the paper')} of {len(verdicts)} agree, without a test"]
-    return f"{', '.join(counts)}, in {model}"
+    first, *others = counts if tested else [f"{verdicts.count('as in the paper')} agree"]
+    number, _, word = first.partition(" ")
+    first = f"{number} of {len(verdicts)} {word}{'' if tested else ', without a test'}"
+    return f"{', '.join([first, *others])}, in {model}"
 
 
 def without_basis(claim: Claim, cases: list[Row], root: Path) -> list[Row]:
@@ -212,7 +213,7 @@ def claims(text: str, words: Numbers, root: Path = ROOT) -> list[dict[str, Any]]
         circumstances = "; ".join(filter(None, [context, claim.get("further", "")]))
         values = [float(case["here"]) for case in cases]
         scorers = dict.fromkeys(re.findall(r"(?:accuracy|toxicity) \((\w+)", str(cases)))
-        printed = claim | {"unit": "as differences", "digits": 1, "sign": True}
+        printed = claim | {"unit": "in perplexity", "digits": 1, "sign": True}
         printed = printed if claim.get("multiple") else claim
         paper = number([case.get("paper", "") for case in cases], printed)
         name, source = claim["claim"], ": ".join(filter(None, [claim["source"], paper]))

@@ -1,10 +1,10 @@
 """The LaPA2 length-aware attention bias on TransformerLens models: applied, recorded and tested.
 
-The names in the stub beside this file are what the first day needs. Each is imported when it is
-first used, so that `import lapa2_interp` loads neither torch nor transformers. The rest has its
-room: `models` (load_tokenizer, facts_of, identify, TransformersModel, probe), `attention`
-(soft_inputs, Recorder, tables of a trace), `prefixes` (find_prefix, SoftPrefix), `runs`
-(make_cells, sweep) and `report` (view).
+The names in the stub beside this file are those that one needs first. Each is imported when it is
+first used, so that `import lapa2_interp` loads neither torch nor transformers. Import all other
+names from their subpackages: `models` (load_tokenizer, facts_of, identify, TransformersModel,
+probe), `attention` (soft_inputs, Recorder, tables of a trace), `prefixes` (find_prefix,
+SoftPrefix), `runs` (make_cells, sweep) and `report` (view).
 """
 
 import os

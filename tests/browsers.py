@@ -10,6 +10,19 @@ from playwright.sync_api import sync_playwright
 FLAGS = ["--headless=new", "--no-sandbox", "--disable-gpu", "--no-first-run", "--hide-scrollbars"]
 
 
+CUT = """[...document.querySelectorAll('td, th, .column, img, svg, canvas')].filter(each => {
+  const edge = each.getBoundingClientRect();
+  if (!edge.width) return false;
+  for (let box = each.parentElement; box; box = box.parentElement) {
+    const hides = getComputedStyle(box).overflowX;
+    if (hides === 'auto' || hides === 'scroll') return false;
+    if (hides !== 'visible' && box.getBoundingClientRect().right < edge.right - 1) return true;
+  }
+  return edge.right > document.documentElement.clientWidth + 1;
+}).map(each => each.outerHTML.slice(0, 90))"""
+"""Columns and pictures that end beyond what one can see, and that no box lets one scroll to."""
+
+
 def chromium():
     program = shutil.which("chromium")
     if program is None:

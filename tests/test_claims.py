@@ -22,10 +22,10 @@ AS, AGAINST, SAME, OPEN, BASELESS = table.STATUS
 @pytest.mark.parametrize(
     ("verdicts", "status"),
     [
-        ([AS, AS], "2 for, in M"),
-        ([AS, AGAINST, OPEN], "1 for, 1 against, 1 open, in M"),
-        ([SAME, AGAINST, OPEN, OPEN], "1 against, 1 without a difference, 2 open, in M"),
-        ([AS, BASELESS], "1 for, 1 without a basis, in M"),
+        ([AS, AS], "2 of 2 for, in M"),
+        ([AS, AGAINST, OPEN], "1 of 3 for, 1 against, 1 open, in M"),
+        ([SAME, AGAINST, OPEN, OPEN], "1 of 4 against, 1 without a difference, 2 open, in M"),
+        ([AS, BASELESS], "1 of 2 for, 1 without a basis, in M"),
         ([], "not tested"),
     ],
 )
@@ -122,10 +122,10 @@ one = "One"
 t = "T"
 """
 EXPECTED = [
-    ("the paper", "It gains (Table 1: +2.9 to +8.7 points)", "-2.5 to +4.4 points (T, u; 64 tokens; a note; 1 of 4 on new prompts)", "M", "adapter", "2 for, 1 against, 1 open, in M", 4, (2, 1, 0, 1, 0), (-2.5, 4.44), 1),
-    ("the paper", "It costs (much; Table 1: +12.0)", "a case: +1.9 [1.0, 2.9] (T; 8 tokens; hard prefixes)", "M", "", "1 for, in M", 1, (1, 0, 0, 0, 0), (1.93, 1.93), 3),
-    ("the paper", "It costs, as a multiple (Table 1: +12.0 as differences)", "One: 1.11 times [1.06, 1.17] (T; hard prefixes)", "M", "", "1 for, in M", 1, (1, 0, 0, 0, 0), (1.114, 1.114), 3),
-    ("the paper", "R2 is high (Figure 1)", "One, T: 0.99; two, T: 0.63; three, u: 0.80 (T, u)", "M", "", "1 for, 1 against, 1 open, in M", 3, (1, 1, 0, 1, 0), (0.627, 0.987), 3),
+    ("the paper", "It gains (Table 1: +2.9 to +8.7 points)", "-2.5 to +4.4 points (T, u; 64 tokens; a note; 1 of 4 on new prompts)", "M", "adapter", "2 of 4 for, 1 against, 1 open, in M", 4, (2, 1, 0, 1, 0), (-2.5, 4.44), 1),
+    ("the paper", "It costs (much; Table 1: +12.0)", "a case: +1.9 [1.0, 2.9] (T; 8 tokens; hard prefixes)", "M", "", "1 of 1 for, in M", 1, (1, 0, 0, 0, 0), (1.93, 1.93), 3),
+    ("the paper", "It costs, as a multiple (Table 1: +12.0 in perplexity)", "One: 1.11 times [1.06, 1.17] (T; hard prefixes)", "M", "", "1 of 1 for, in M", 1, (1, 0, 0, 0, 0), (1.114, 1.114), 3),
+    ("the paper", "R2 is high (Figure 1)", "One, T: 0.99; two, T: 0.63; three, u: 0.80 (T, u)", "M", "", "1 of 3 for, 1 against, 1 open, in M", 3, (1, 1, 0, 1, 0), (0.627, 0.987), 3),
     ("own tables", "Gains grow (Text)", "One: +4.5; two: -3.8 (T)", "M", "", "1 of 2 agree, without a test, in M", 2, (1, 1, 0, 0, 0), (-3.75, 4.5), 3),
     ("the paper", "Little changes (Text)", "One: +7.0; two: +1.2 (other)", "other", "", "1 of 2 agree, without a test, in other", 2, (1, 1, 0, 0, 0), (1.25, 7.0), 3),
     ("the paper", "People see it (Figure 6)", "no data", "", "", "not tested", 0, (0, 0, 0, 0, 0), ("", ""), 3),
@@ -186,7 +186,7 @@ def test_a_method_that_does_not_control_by_itself_is_without_a_basis(root):
     (root / "raw.csv").write_text(raw, "utf-8")
     text = CLAIMS.replace('note = "a note"\n', 'note = "a note"\n' + BASIS)
     gains = table.claims(text, table.Numbers(WORDS, root), root)[0]
-    assert gains["status"] == "1 for, 1 open, 2 without a basis, in M"
+    assert gains["status"] == "1 of 4 for, 1 open, 2 without a basis, in M"
     (root / "unsaid.csv").write_text("method,arm,high\none,none,-1\n", "utf-8")
     with pytest.raises(table.NumberError, match=r"unsaid\.csv says nothing of three, two"):
         table.claims(text.replace("raw.csv", "unsaid.csv"), table.Numbers(WORDS, root), root)

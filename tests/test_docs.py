@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import runpy
 import shlex
 from importlib import import_module
 from pathlib import Path
@@ -108,8 +109,8 @@ def of_lapa2(words):
 
 
 def rendered(text):
-    """A text as it is read: without the marks of its numbers (docs/write_tables.py)."""
-    return re.sub("<!--.*?-->", "", text, flags=re.DOTALL)
+    """A text as it is read: without what says which rows a table has (docs/write_tables.py)."""
+    return re.sub("<!--.*?-->", lambda head: "\n" * head[0].count("\n"), text, flags=re.DOTALL)
 
 
 def code_spans(line):
@@ -220,7 +221,7 @@ def test_the_links_of_a_document_lead_somewhere(file):
 @pytest.mark.parametrize("file", PAGES, ids=name_of)
 def test_no_line_of_a_document_is_long(file):
     """Tables and links cannot be broken."""
-    lines = enumerate(map(rendered, file.read_text("utf-8").splitlines()), 1)
+    lines = enumerate(rendered(file.read_text("utf-8")).splitlines(), 1)
     long = [(number, line) for number, line in lines if len(line) > 100]
     assert not [
         f"{number}: {len(line)} characters"
@@ -229,18 +230,29 @@ def test_no_line_of_a_document_is_long(file):
     ]
 
 
-def test_every_figure_has_a_title_in_the_gallery():
-    """A table beside it, or a page that shows it: docs/conf.py takes the title from there."""
-    pages = "".join(file.read_text("utf-8") for file in MANUALS)
-    for figure in (ROOT / "figures").rglob("*.png"):
-        tables = [*figure.parent.glob(f"tables/{figure.stem}.md"), *figure.parent.glob("*.md")]
-        assert tables or f"/{figure.name})" in pages, figure
+def test_every_picture_of_the_gallery_stands_under_a_sentence():
+    """docs/conf.py makes it of the table beside the figure, or of the page that shows it."""
+    site = runpy.run_path(str(ROOT / "docs" / "conf.py"))
+    captions = {figure: site["caption_of"](figure) for figure in (ROOT / "figures").rglob("*.png")}
+    wrong = {
+        str(figure): caption
+        for figure, caption in captions.items()
+        if not re.fullmatch(
+            r"(.+\? )?This picture shows .{10,}\. \[.+\]\(\S+\.md\) discusses it\.", caption
+        )
+    }
+    assert captions
+    assert not wrong
 
 
 def test_the_site_leads_to_every_page():
+    """The studies stand in a group of their own, which the sidebar folds."""
     docs = ROOT / "docs"
     listed = "\n".join(
-        text for _, language, text in blocks(docs / "index.md") if language == "{toctree}"
+        text
+        for file in (docs / "index.md", docs / "studies.md")
+        for _, language, text in blocks(file)
+        if language == "{toctree}"
     )
     pages = [
         page for pattern in ("*.md", "api/*.md", "notebooks/*.ipynb") for page in docs.glob(pattern)
@@ -248,6 +260,9 @@ def test_the_site_leads_to_every_page():
     names = [page.relative_to(docs).with_suffix("").as_posix() for page in pages]
     names += [f"studies/{page.parent.name}" for page in (ROOT / "analyses").glob("*/README.md")]
     assert sorted([*re.findall(r"^[\w/-]+$", listed, re.MULTILINE), "index"]) == sorted(names)
+    studies = (docs / "studies.md").read_text("utf-8")
+    for page in (ROOT / "analyses").glob("*/README.md"):
+        assert f"](../{page.relative_to(ROOT)})" in studies, "a line says what it asks"
 
 
 def test_the_site_describes_nothing_that_is_gone():

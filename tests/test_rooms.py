@@ -7,6 +7,7 @@ tests/test_rooms.py -s` prints the counts.
 import ast
 import functools
 from collections import defaultdict
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -230,3 +231,57 @@ def test_no_lazy_name_is_that_of_a_module_beside_it(module):
     beside = {file.stem for file in (PACKAGE / module).glob("*.py")}
     for name in beside & set(getattr(package, "__all__", ())):
         assert getattr(package, name).__name__ == f"{FACE}.{module}.{name}"
+
+
+NOTEBOOKS = sorted((ANALYSES / "notebooks").glob("*.py"))
+MOST_NAMES = 10
+
+
+def public(name):
+    """What others may use of the package, or of a room: its names and, of the package, its rooms."""
+    module = import_module(name)
+    if name == FACE:
+        return {*module.__all__, *(room for room in ROOMS if not room.startswith("_"))}
+    listed = getattr(module, "__all__", None)
+    return (
+        {name for name in dir(module) if not name.startswith("_")}
+        if listed is None
+        else set(listed)
+    )
+
+
+@pytest.mark.parametrize("file", NOTEBOOKS, ids=lambda file: file.stem)
+def test_a_notebook_imports_few_names_and_none_from_inside_a_room(file):
+    """At most ten names in all. Those of the package are its own or a room's public ones, also where
+    a room is imported and its name is read from it."""
+    tree = ast.parse(file.read_text("utf-8"))
+    names, rooms = [], {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            assert not [alias.name for alias in node.names if alias.name.startswith(FACE)]
+            names += [alias.name for alias in node.names]
+        if isinstance(node, ast.ImportFrom):
+            names += [alias.name for alias in node.names]
+            if node.module.startswith(FACE):
+                assert node.module.count(".") <= 1, f"{node.module} is inside a room"
+                assert {alias.name for alias in node.names} <= public(node.module)
+                rooms |= {
+                    alias.asname or alias.name: f"{FACE}.{alias.name}"
+                    for alias in node.names
+                    if node.module == FACE and alias.name in ROOMS
+                }
+    assert len(names) <= MOST_NAMES, names
+    used = {
+        (rooms[node.value.id], node.attr)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute)
+        and isinstance(node.value, ast.Name)
+        and node.value.id in rooms
+    }
+    assert not [(room, name) for room, name in used if name not in public(room)]
+
+
+@pytest.mark.parametrize("file", NOTEBOOKS, ids=lambda file: file.stem)
+def test_a_notebook_says_its_running_time_before_its_first_code(file):
+    first, _, _ = file.read_text("utf-8").partition("# %%\n")
+    assert "**Running time:** about " in first

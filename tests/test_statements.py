@@ -223,8 +223,8 @@ def test_the_same_error_on_page_and_in_the_table_is_found(root, before, after, m
     """A direction, a method or a task that is exchanged on both sides."""
     for file in ("docs/page.md", "docs/statements.toml"):
         edited(root, file, before, after)
-    found = problems(root)
-    assert any(message in problem for problem in found), found
+    problem_lines = problems(root)
+    assert any(message in problem for problem in problem_lines), problem_lines
 
 
 def test_a_statement_needs_its_parts(root):
@@ -240,8 +240,10 @@ def test_a_statement_needs_its_parts(root):
 def test_a_share_is_what_its_words_say(root, share, words):
     statements = checker.Statements.read(root)
     settings = writer.merged(writer.DEFAULTS, {}, "row")
-    told = ("about half", "most", "a third", "little")
-    assert {name for name in told if not statements.claim(name, [share], 0, settings, {})} == words
+    phrases = ("about half", "most", "a third", "little")
+    assert {
+        name for name in phrases if not statements.claim(name, [share], 0, settings, {})
+    } == words
 
 
 def test_tables_of_the_documents_are_those_of_their_rows():
@@ -259,9 +261,23 @@ def test_every_source_is_used():
     assert set(writer.Numbers.read().sources) - names == set()
 
 
-EDITS = [
-    ("README.md", "adds accuracy", "loses accuracy"),
-]
+SOFT = '{number = "8 points [2, 13]", says = "adds", source = "main", where = {task = "topic", method = '
+EDITS = {
+    "soft prefixes lose": ("README.md", "LaPA² adds accuracy", "LaPA² loses accuracy"),
+    "more toxic is less": ("docs/results.md", "texts get more toxic", "texts get less toxic"),
+    "less toxic is more": ("docs/results.md", "they get less toxic", "they get more toxic"),
+    "another cause": ("docs/results.md", "**Distance takes most of it**", "**More keys take most of it**"),
+    "another cause in README": ("README.md", "rotates queries and keys with distance", "has more keys"),
+    "an exception deleted": ("README.md", "Under the\n   decoding method DExperts no gain over all heads is shown.", ""),
+    "other words banned": ("docs/results.md", "may use a word of its own prefix", "may use a word of any prefix"),
+    "a number pointed elsewhere": ("docs/statements.toml", SOFT + '"prefix"', SOFT + '"con-prefix"'),
+    "a persona": ("docs/results.md", "0.27 [0.16, 0.38]", "0.37 [0.26, 0.48]"),
+    "a level": ("README.md", "54 % [51, 57]", "58 % [55, 61]"),
+    "a count": ("README.md", "8 of 8", "7 of 8"),
+    "the rival is worse": ("README.md", "-3 points [-9, 3]", "-13 points [-19, -7]"),
+    "a cell": ("docs/results.md", "| PREADD | +1.21", "| PREADD | -1.21"),
+    "a new claim": ("README.md", "This is how our tests judge", "It lowers toxicity."),
+}  # fmt: skip
 """Edits of pages that a careless hand could make; each is found."""
 
 
@@ -281,10 +297,11 @@ def copy(tmp_path):
     return tmp_path
 
 
-@pytest.mark.parametrize(("page", "before", "after"), EDITS)
+@pytest.mark.parametrize(("page", "before", "after"), EDITS.values(), ids=EDITS)
 def test_a_careless_edit_is_found(copy, page, before, after):
     edited(copy, page, before, after)
-    assert problems(copy) != [] or writer.changes(copy) != {}
+    new = set(problems(copy)) - set(checker.Statements.read().problems())
+    assert new or writer.changes(copy)
 
 
 def test_no_line_of_a_document_begins_as_a_comment_of_the_site():

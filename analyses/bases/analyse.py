@@ -18,7 +18,7 @@ import pandas as pd
 
 from analyses.lab.items import open_item
 from analyses.lab.scripts import DEFAULT_SCORERS
-from analyses.lab.style import METRIC_LABELS, legend_below, style_of
+from analyses.lab.style import METRIC_LABELS, display_name, legend_below, style_of
 from analyses.lab.tables import format_item_table, rows_of_all_attributes
 from lapa2_interp.errors import RunError
 from lapa2_interp.files import write_text
@@ -66,7 +66,7 @@ def draw(table: pd.DataFrame) -> Drawing:
             }
             for style, curve in curves.items():
                 panel.plot(curve["mean_ppl"], curve["mean"], color=colour, ls=style, lw=0.9)
-            panel.plot([], [], color=colour, label=str(method))
+            panel.plot([], [], color=colour, label=display_name(str(method)))
             for label, of_place in of_method.groupby("place", sort=False):
                 x = of_place[["mean_ppl", "low_ppl", "high_ppl"]]
                 look = {"color": colour, "marker": LOOKS[str(label)], "ms": 5, "lw": 0.7, "ls": ""}

@@ -19,7 +19,7 @@ from lapa2_interp.commands import command
 from lapa2_interp.files import atomic_write
 from lapa2_interp.models.machine import n_cores, processor_kind
 from lapa2_interp.runs.run import Run, load_run
-from lapa2_interp.table_formats import format_number, interval_text
+from lapa2_interp.table_formats import interval_text
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -563,33 +563,19 @@ def numbers(grid: Grid, measured: Measured, arms: Mapping[str, str]) -> Panel:
             )
             row.append(f"{mean:.{digits}f} {interval(low, high, digits)}")
         rows.append([*row, str(int(own["n"].max()))])
-    # Differences from the arm without LaPA2, and the smallest that would show.
+    # The smallest difference from the arm without LaPA2 that would show.
     skipped = int(table.loc[table["metric"] == "perplexity", "skipped"].sum())
     scorers = list(dict.fromkeys(measured.cells["scorer"]))
-    sentences, points = [], gaps[gaps["metric"] == "accuracy"] if len(gaps) else gaps
-    for row in points.to_dict("records"):
-        sentences.append(
-            f"{arm_label(row['arm'])}: {format_number(100 * row['difference'], '+.0f')} points "
-            f"{interval(100 * row['low'], 100 * row['high'], 0)}"
-        )
+    points = gaps[gaps["metric"] == "accuracy"] if len(gaps) else gaps
     least = points.loc[points["detectable"] > 0, "detectable"] if len(points) else pd.Series()
     size = " to ".join(
         dict.fromkeys(f"{100 * least_share:.0f}" for least_share in (least.min(), least.max()))
     )
     warning = (
-        f"These numbers cannot tell whether LaPA2 helps: with {n} texts an arm only differences of"
-        f" {size} points of accuracy would show."
+        f"These numbers cannot tell whether LaPA2 helps. Each arm has {n} texts, and with so few"
+        f" only a difference of {size} points of accuracy would show."
         if len(least)
-        else f"These numbers cannot tell whether LaPA2 helps: {n} texts an arm are too few."
-    )
-    by_chance = 100 * (1 - 0.95 ** len(sentences))
-    chance = (
-        f"Of {len(sentences)} such intervals one or more miss 0 by chance alone in {by_chance:.0f}"
-        " runs of 100."
-    )
-    differences = "; ".join(sentences)
-    against = (
-        f"Accuracy against the texts without LaPA2, paired on prompts: {differences}. {chance}"
+        else f"These numbers cannot tell whether LaPA2 helps, because each arm has only {n} texts."
     )
     note = (
         "Scorers: "
@@ -601,17 +587,15 @@ def numbers(grid: Grid, measured: Measured, arms: Mapping[str, str]) -> Panel:
     prompts = len(grid.cells[0].task.prompts.texts)
     return Panel(
         "Does it help? So few texts cannot tell",
-        f"Means with 95 % intervals over the {prompts} prompts, both attributes together; n texts"
-        " an arm. Accuracy is the share of texts that a classifier finds to have the attribute"
-        " that was asked for, by two classifiers of different kinds: adapters on a small language"
-        " model, and a linear one; echo is the share of texts that say the word of the prefix"
-        " itself; low perplexity means fluent to the scoring model; distinct-n is the"
-        " share of different n-grams.",
+        f"The table has a mean for each arm, with its 95 % interval over the {prompts} prompts."
+        " Both attributes are taken together, and n is the number of texts. Accuracy is the share"
+        " of texts in which a classifier finds the attribute that was asked for. There are two"
+        " classifiers of different kinds: adapter is a small language model with adapters, and"
+        " linear counts words. Echo is the share of texts that say the word of the prefix itself."
+        " A low perplexity means that the text is fluent to the scoring model. Distinct-n is the"
+        " share of n-grams that are different.",
         "lapa2 score results/mine --scorers accuracy perplexity distinct",
-        [
-            f"{warning} docs/results.md compares hundreds of texts an arm.",
-            *([against] if sentences else []),
-        ],
+        [f"{warning} docs/results.md compares hundreds of texts in each arm."],
         _image(_score_figure(table, names)),
         "accuracy and perplexity of the arms with intervals",
         [_table(["", *(name for name, _, _ in METRIC_FORMATS.values()), "n"], rows, note)],
@@ -785,8 +769,9 @@ def _facts(out: Path, run: Run, grid: Grid, traces: xr.Dataset, seconds: float) 
             " report` read it"
         ),
         "Stored texts": (
-            f"{traces.sizes['sample']}, {traces.sizes['step']} tokens of each read; {origin}, at"
-            f" commit {stored['commit'][:12]}"
+            f"The model reads {traces.sizes['step']} tokens of each of"
+            f" {traces.sizes['sample']} texts. They were {origin}, at commit"
+            f" {stored['commit'][:12]}."
         ),
         "Profile": "paper (Algorithm 1): exactly the prefix's tokens, l without BOS",
         "Machine": f"{machine()}, {manifest.threads or 'GPU'} threads a process",

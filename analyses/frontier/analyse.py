@@ -14,30 +14,31 @@ import numpy as np
 import pandas as pd
 
 from analyses.lab.items import open_item, prefix_step_table
-from analyses.lab.style import METRIC_LABELS, legend_below
+from analyses.lab.style import METRIC_LABELS, WAYS, name_ends
 from analyses.lab.tables import format_step_curves, rows_of_all_attributes
 from lapa2_interp.bias.recipes import RECIPES, recipe_name
 from lapa2_interp.plots import COLOURS, Drawing, crosses, new_figure, plain_axes
 
-MARKERS = "os^Dv"
-"""Together with the colours, more looks than there are recipes."""
+SHOWN = WAYS | {"spotlight": ("Spotlight", COLOURS[4], "P")}
+"""Name, colour and marker of the recipes that the figure names; the others are grey."""
 
 
 def draw(table: pd.DataFrame, steps: pd.DataFrame) -> Drawing:
     """Figure frontier: above, accuracy against perplexity with 95 % intervals, better to the upper
-    left; below, attention on the prefix against step. One column per task, one look per recipe.
+    left; below, attention on the prefix against step. One column per task.
 
     Args:
         table: tables/frontier.csv: columns task, arm, metric, attribute, mean, low, high.
         steps: tables/frontier.steps.csv: columns task, arm, step, mean.
     """
     shown = rows_of_all_attributes(table[table["mean"].notna()])
-    arms = list(dict.fromkeys(shown["arm"]))
-    looks = {
-        arm: (COLOURS[i % len(COLOURS)], MARKERS[i // len(COLOURS)]) for i, arm in enumerate(arms)
-    }
+    arms = sorted(dict.fromkeys(shown["arm"]), key=lambda arm: arm in SHOWN)
     tasks = list(dict.fromkeys(shown["task"]))
-    figure = new_figure(3.6 * max(1, len(tasks)), 5.6)
+    figure = new_figure(3.9 * max(1, len(tasks)), 5.2)
+    figure.suptitle(
+        "At default strengths the ways with most accuracy on sentiment cost most perplexity",
+        fontsize=9, x=0.02, ha="left",
+    )  # fmt: skip
     panels = figure.subplots(2, max(1, len(tasks)), squeeze=False)
     for task, (above, below) in zip(tasks, panels.T, strict=False):
         of_task = shown[shown["task"] == task]
@@ -46,24 +47,28 @@ def draw(table: pd.DataFrame, steps: pd.DataFrame) -> Drawing:
             for metric, part in of_task.groupby("metric")
             if metric in ("acc", "ppl")
         }
-        for arm, (colour, marker) in looks.items():
+        ends = {}
+        for arm in arms:
+            name, colour, marker = SHOWN.get(arm, ("", "0.78", "o"))
             if all(arm in part.index for part in by_arm.values()) and len(by_arm) == 2:
                 x, y = by_arm["ppl"].loc[[arm]], by_arm["acc"].loc[[arm]]
-                look = {"color": colour, "marker": marker, "ms": 5, "lw": 0.7, "ls": ""}
-                crosses(above, x, y, label=arm, **look)
+                size = 5 if name else 3
+                crosses(above, x, y, color=colour, marker=marker, ms=size, lw=0.8, ls="")
             line = steps[(steps["task"] == task) & (steps["arm"] == arm)]
-            below.plot(
-                line["step"], line["mean"], color=colour, marker=marker, ms=3, lw=1, markevery=8
-            )
+            below.plot(line["step"], line["mean"], color=colour, lw=1.4 if name else 0.8)
+            if name and len(line):
+                ends[name] = (*line[["step", "mean"]].iloc[-1], colour)
         above.set_xscale("log")
         ticks = np.unique(np.round(np.geomspace(*above.get_xlim(), 6)[1:-1]))
         above.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
         above.minorticks_off()
         below.set_yscale("log")
+        below.set_xticks(range(0, int(steps["step"].max()) + 1, 40))
+        below.set_xlim(right=1.55 * steps["step"].max())
         above.set_title(task, fontsize=9)
         plain_axes(above, METRIC_LABELS["ppl"], METRIC_LABELS["acc"])
         plain_axes(below, "step", "attention on the prefix")
-    legend_below(figure, [("", panel, shown) for panel in panels[0]], 4)
+        name_ends(below, ends, 0.72, 0.08)
     return figure
 
 

@@ -12,7 +12,12 @@ from analyses.lab.style import legend_below
 from lapa2_interp.plots import COLOURS, new_figure, plain_axes
 
 SCORERS = {"acc hidden": "by adapter, words hidden", "acc (linear)": "by linear"}
-WORDS = {"24 heads": "24 chosen heads", "random": "24 random heads"}
+WORDS = {
+    "24 heads": "24 chosen heads",
+    "random": "24 random heads",
+    "random, no opposers": "24 random heads, none that opposes",
+    "24 heads, opposing down": "24 chosen heads, opposing ones down",
+}
 """Of sets that the figure calls otherwise."""
 
 

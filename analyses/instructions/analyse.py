@@ -4,6 +4,7 @@
     cd chats; lapa2 sweep figures/instructions/GRID --out run      # GRID by its path
     python analyses/instructions/analyse.py judge chats/run --out figures/instructions
     python analyses/instructions/analyse.py heads --out figures/instructions
+    python analyses/instructions/analyse.py laws --out figures/instructions
 
 `write` makes what the grids read: conversations and tasks. A conversation is a prompt of many
 lines: the system message, then the user's, one a turn. The questions rotate over the turns (a Latin
@@ -26,7 +27,8 @@ given its own question than given the one that stands four turns from it. Both a
 
 `heads` writes heads.json: the 24 heads without whose view of the message its effect on the first
 answer falls most, chosen on those messages for tuning that have a persona and a topic, with other
-questions; and shared.csv: how many of them carry a prefix, too.
+questions; and shared.csv: how many of them carry a prefix, too. `laws` reads answers.parquet and
+writes laws.csv: LaPA2 in all heads minus a constant bias of the same strength, at the last turn.
 
 Intervals are over messages. answers.parquet has a row an answer, without the answer (rows of a
 round that is not in the run stay), adherence.csv and kinds.csv the means by arm and turn, and the
@@ -327,6 +329,22 @@ def interval(values: pd.DataFrame, column: str) -> dict[str, float]:
     return ends | {"answers": len(values), "messages": values["message"].nunique()}
 
 
+def laws(answers: pd.DataFrame) -> pd.DataFrame:
+    """What is above chance at the last turn under LaPA2 in all heads, minus that under a constant
+    bias of the same strength, paired on chats."""
+    last = answers[answers["turn"] == READ[-1]].set_index(["message", "first", "sample"])
+    rows = []
+    for step in sorted(last.loc[last["family"] == REFERENCE, "strength"].unique()):
+        arms = [
+            last[(last["family"] == family) & (last["strength"] == step)]["above"]
+            for family in (REFERENCE, "lapa2-constant")
+        ]
+        difference = (arms[0] - arms[1]).rename("difference").reset_index()
+        row = interval(difference, "difference")
+        rows.append({"strength": step, "difference": row.pop("mean")} | row)
+    return pd.DataFrame(rows)
+
+
 def choose_heads(model: Model, messages: Sequence[Mapping], questions: Sequence[str]) -> Selection:
     """The heads that carry these messages, which have one length in tokens."""
     task = Task(
@@ -340,9 +358,9 @@ def choose_heads(model: Model, messages: Sequence[Mapping], questions: Sequence[
 
 
 def main() -> None:
-    """Write the conversations, judge the answers, or choose heads."""
+    """Write the conversations, judge the answers, choose heads, or compare two laws."""
     parser = ScriptOptions("Does an instruction hold?")
-    parser.add_argument("do", choices=("write", "judge", "heads"))
+    parser.add_argument("do", choices=("write", "judge", "heads", "laws"))
     parser.add_argument("run", type=Path, nargs="?", help="the run that is judged")
     parser.add_argument("--set", nargs="+", default=list(SETS), choices=SETS)
     parser.add_argument("--kind", nargs="+", help="of messages; by default all")
@@ -375,6 +393,10 @@ def main() -> None:
         selection = choose_heads(model, tuning, parts["other_questions"])
         selection.save(options.out / "heads.json")
         write_text(options.out / "shared.csv", as_csv(shared_heads(model, selection), 5))
+        return
+    if options.do == "laws":
+        answers = pd.read_parquet(options.out / "answers.parquet")
+        write_text(options.out / "laws.csv", as_csv(laws(answers), 5))
         return
     if options.run is None:
         parser.error("judge needs the folder of a run")

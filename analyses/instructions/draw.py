@@ -12,14 +12,14 @@ from matplotlib.figure import Figure
 
 from analyses.lab import FIGURES
 from analyses.lab.scripts import ScriptOptions
-from analyses.lab.style import legend_below
+from analyses.lab.style import legend_below, name_ends
 from lapa2_interp.plots import COLOURS, new_figure, plain_axes
 
 NAMES = {
     "baseline": "no bias",
     "lapa2": "LaPA², all heads",
-    "head-selective": "LaPA², 24 heads",
-    "lapa2-constant": "constant bias",
+    "head-selective": "LaPA², 24 chosen heads",
+    "lapa2-constant": "constant bias, all heads",
     "split-softmax": "split-softmax",
     "instaboost": "InstABoost",
     "spotlight-per-head": "Spotlight",
@@ -28,48 +28,57 @@ NAMES = {
     "message in the first user turn": "message in the first user turn",
 }
 EFFECTS = {"attention": "attention on the message", "js": "effect (js), 1/1000 nats"}
-LIMIT = 1.25
+SHOWN = {
+    "baseline": COLOURS[0],
+    "lapa2": COLOURS[2],
+    "head-selective": COLOURS[1],
+    "lapa2-constant": COLOURS[6],
+    "guidance": COLOURS[5],
+    "message in every user turn": COLOURS[4],
+}
+"""Colours of the ways that the figure names; the others are grey."""
+LIMIT = 1.15
 """Largest cost of the strengths in the left panel."""
+TITLE = "The plain model loses a system message; a bias in 24 chosen heads keeps more of it"
 
 
 def draw(table: pd.DataFrame) -> Figure:
-    """Left: adherence above chance by turn, of every way's strongest setting that costs 1.25 times
-    at most. Right: adherence at the last turn against cost, with 95 % intervals."""
-    figure = new_figure(7.4, 3.6)
-    left, right = figure.subplots(1, 2)
+    """Left: adherence above chance by turn, of every way's strongest setting that costs `LIMIT` at
+    most, with 95 % intervals of no bias and of the chosen heads. Right: adherence at the last turn
+    of all strengths against cost, with 95 % intervals."""
+    figure = new_figure(7.6, 3.5)
+    figure.suptitle(TITLE, fontsize=9, x=0.02, ha="left")
+    left, right = figure.subplots(1, 2, width_ratios=[1.5, 1])
     costs = table[table["measure"] == "ln cost"].groupby(["family", "strength"])["mean"].mean()
     above = table[table["measure"] == "above"].assign(turn=lambda rows: rows["turn"].astype(int))
     last = above["turn"].max()
-    families = [name for name in NAMES if name in set(table["family"])]
     costs -= costs["baseline"].iloc[0]
-    (start,) = above.query("family == 'baseline' and turn == @last")["mean"]
-    for i, family in enumerate(families):
-        colour, dashed = COLOURS[i % len(COLOURS)], "--" if i >= len(COLOURS) else "-"
+    named = {}
+    present = [name for name in NAMES if name in set(table["family"])]
+    for family in sorted(present, key=lambda name: name in SHOWN):
+        colour, is_shown = SHOWN.get(family, "0.78"), family in SHOWN
         own = np.exp(costs[family])
         allowed = own[own <= LIMIT]
         if len(allowed):
             shown = above[(above["family"] == family) & (above["strength"] == allowed.index.max())]
-            left.plot(
-                shown["turn"], shown["mean"], dashed, color=colour, marker="o", ms=3, lw=1.2,
-                label=NAMES[family],
-            )  # fmt: skip
-        else:
-            left.plot([], [], dashed, color=colour, marker="o", ms=3, label=NAMES[family])
-        ends = above[(above["family"] == family) & (above["turn"] == last)].sort_values("strength")
-        x = own[ends["strength"]].to_numpy()
-        begun = family not in ("baseline", *[name for name in NAMES if "turn" in name])
-        right.plot(
-            [1, *x] if begun else x, [start, *ends["mean"]] if begun else ends["mean"],
-            dashed, color=colour, marker="o", ms=3, lw=1.2,
-        )  # fmt: skip
-        right.vlines(x, ends["low"], ends["high"], color=colour, lw=0.7)
-    for cost in (1.1, LIMIT):
-        right.axvline(cost, color="grey", ls=":", lw=0.8)
-    left.set_ylim(bottom=0)
-    right.set_ylim(bottom=0)
+            left.plot(shown["turn"], shown["mean"], color=colour, lw=1.6 if is_shown else 0.8)
+            if is_shown:
+                named[NAMES[family]] = (*shown[["turn", "mean"]].iloc[-1], colour)
+            if family in ("baseline", "head-selective"):
+                left.fill_between(
+                    shown["turn"], shown["low"], shown["high"], color=colour, alpha=0.12, lw=0
+                )
+        ends = above[(above["family"] == family) & (above["turn"] == last)]
+        x, size = own[ends["strength"]].to_numpy(), 5 if is_shown else 3
+        right.plot(x, ends["mean"], "o", color=colour, ms=size)
+        right.vlines(x, ends["low"], ends["high"], color=colour, lw=1 if is_shown else 0.7)
+    left.set_xticks(range(1, last + 1))
+    left.set_xlim(1, 1.7 * last)
+    for axes in (left, right):
+        axes.set_ylim(bottom=0)
     plain_axes(left, "turn", "adherence above chance")
     plain_axes(right, "perplexity of answers, times that of no bias", f"at turn {last}")
-    legend_below(figure, [("", left, table)], 3)
+    name_ends(left, named, 0.6, 0.06)
     return figure
 
 
@@ -80,18 +89,21 @@ def draw_why(effect: pd.DataFrame, cross: pd.DataFrame) -> Figure:
     panels = figure.subplots(1, 3)
     for axes, (measure, words) in zip(panels, EFFECTS.items(), strict=False):
         rows = effect[effect["measure"] == measure]
-        for i, (family, own) in enumerate(rows.groupby("family", sort=False)):
-            axes.plot(
-                own["turn"], own["mean"], marker="o", ms=3, lw=1.2, color=COLOURS[i],
-                label=NAMES[family],
-            )  # fmt: skip
-            axes.vlines(own["turn"], own["low"], own["high"], color=COLOURS[i], lw=0.7)
+        for family, own in rows.groupby("family", sort=False):
+            colour, name = SHOWN[family], NAMES[family]
+            axes.plot(own["turn"], own["mean"], "o-", ms=3, lw=1.2, color=colour, label=name)
+            axes.vlines(own["turn"], own["low"], own["high"], color=colour, lw=0.7)
         axes.set_yscale("log")
         plain_axes(axes, "turn", words)
     for i, (answer, own) in enumerate(cross.groupby("answer", sort=False)):
         at = np.arange(len(own)) + 0.3 * (i - 0.5)
         panels[2].bar(
-            at, own["mean"], 0.26, color=COLOURS[i], alpha=0.6, label=f"answered: {NAMES[answer]}"
+            at,
+            own["mean"],
+            0.26,
+            color=SHOWN[answer],
+            alpha=0.6,
+            label=f"answered: {NAMES[answer]}",
         )
         panels[2].vlines(at, own["low"], own["high"], color="0.15", lw=1.2)
     panels[2].set_xticks(range(2), [NAMES[name] for name in cross["history"].unique()])

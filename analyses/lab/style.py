@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,14 @@ METHOD_STYLES = {
     "arithmetic": (COLOURS[6], "*"),
 }
 """A method keeps its colour and marker in every figure."""
+WAYS = {
+    "baseline": ("no bias", COLOURS[0], "o"),
+    "lapa2": ("LaPA², all heads", COLOURS[2], "D"),
+    "head-selective": ("24 chosen heads", COLOURS[1], "o"),
+    "token-selective": ("one token", COLOURS[6], "s"),
+    "set-point": ("set-point", COLOURS[3], "^"),
+}
+"""By family, what figures call a way to raise attention, its colour and its marker."""
 METRIC_LABELS = {"acc": "attribute accuracy (%)", "tox": "toxicity (%)", "ppl": "perplexity"}
 COLUMN = 3.4
 """Width of a paper's column, inches."""
@@ -78,6 +87,34 @@ def legend_below(figure: Drawing, panels: Panels, columns: int = 3) -> None:
         if fewer == 1 or legend.get_window_extent().width <= figure.bbox.width:
             return
         legend.remove()
+
+
+def name_ends(
+    axes: Axes, ends: Mapping[str, tuple[float, float, str]], across: float, apart: float
+) -> None:
+    """Names of curves in a column, in their colours, each with a thin line from the curve's end.
+
+    Args:
+        axes: The panel, with its final limits.
+        ends: By name, x and y of the end, and the colour.
+        across: Where the column begins, as a share of the panel's width.
+        apart: Least distance of two names, as a share of the panel's height.
+    """
+    scale = axes.transScale + axes.transLimits
+    points = {name: scale.transform((x, y)) for name, (x, y, _) in ends.items()}
+    names = sorted(points, key=lambda name: points[name][1])
+    heights = [points[name][1] for name in names]
+    for _ in range(200):  # neighbours that touch move apart
+        for i in range(len(heights) - 1):
+            overlap = apart - (heights[i + 1] - heights[i])
+            if overlap > 1e-6:
+                heights[i] -= overlap / 2
+                heights[i + 1] += overlap / 2
+    for name, height in zip(names, heights, strict=True):
+        look: dict[str, Any] = {"color": ends[name][2], "transform": axes.transAxes}
+        x, y = points[name]
+        axes.plot([x + 0.015, across - 0.01], [y, height], lw=0.5, alpha=0.5, **look)
+        axes.text(across, height, name, fontsize=7, va="center", **look)
 
 
 def draw_prefix_attention(table: pd.DataFrame) -> Drawing:

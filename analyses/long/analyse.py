@@ -12,13 +12,11 @@
 import pandas as pd
 
 from analyses.lab.items import open_item, prefix_step_table
-from analyses.lab.style import METRIC_LABELS, legend_below
+from analyses.lab.style import METRIC_LABELS, WAYS, legend_below
 from analyses.lab.tables import format_step_curves
 from lapa2_interp.bias.recipes import name_families
 from lapa2_interp.plots import COLOURS, Drawing, band, error_bars, new_figure, plain_axes
 from lapa2_interp.table_formats import interval_cells
-
-MARKERS = "os^Dv"
 
 
 def draw(table: pd.DataFrame, steps: pd.DataFrame) -> Drawing:
@@ -36,12 +34,12 @@ def draw(table: pd.DataFrame, steps: pd.DataFrame) -> Drawing:
     figure = new_figure(7.2, 2.9)
     left, right = figure.subplots(1, 2)
     for number, arm in enumerate(arms):
-        colour, marker = COLOURS[number % len(COLOURS)], MARKERS[number % len(MARKERS)]
+        name, colour, marker = WAYS.get(arm, (arm, COLOURS[4], "P"))
         own = rows[rows["arm"] == arm].sort_values("part")
         middle = (own["part"] - 0.5) * own["length"] / parts
         shift = (number - (len(arms) - 1) / 2) * own["length"] / parts / 12
         look = {"color": colour, "marker": marker, "ms": 4, "lw": 0.9}
-        left.errorbar(middle + shift, own["mean"], yerr=error_bars(own), label=arm, **look)
+        left.errorbar(middle + shift, own["mean"], yerr=error_bars(own), label=name, **look)
         curve = steps[(steps["arm"] == arm) & (steps["step"] > 0)]
         band(right, curve, "step", colour, lw=1)
     right.set_xscale("log")

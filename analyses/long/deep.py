@@ -17,12 +17,12 @@ import numpy as np
 import pandas as pd
 
 from analyses.lab.items import open_item
-from analyses.lab.style import legend_below
+from analyses.lab.style import name_ends
 from lapa2_interp import Augmentation, Layout, load_model
 from lapa2_interp.errors import RunError
 from lapa2_interp.files import write_text
 from lapa2_interp.generation.teacher_forcing import teacher_forced
-from lapa2_interp.plots import COLOURS, Drawing, band, layer_map, new_figure, plain_axes
+from lapa2_interp.plots import COLOURS, Drawing, band, new_figure, plain_axes
 from lapa2_interp.progress import progress_bar
 from lapa2_interp.runs.run import finished_cell
 from lapa2_interp.stats import mean_interval, paired_difference
@@ -31,40 +31,56 @@ from lapa2_interp.table_formats import format_interval
 
 def draw(table: pd.DataFrame, heads: pd.DataFrame) -> Drawing:
     """Figure deep: left, attention on the prefix against l, with the power laws of the paper;
-    middle, by layer, which part of the law is left in three windows of l; right, attention on the
-    prefix of every head in the last window, without LaPA2.
+    middle, by layer, which part of the law is left in three windows of l; right, the eight heads
+    with most attention on the prefix in the last window, without LaPA2.
 
     Args:
         table: tables/deep.csv: columns quantity, l, upto, alpha, layer, mean, low, high.
         heads: tables/deep.heads.csv: columns l, alpha, layer, head, share.
     """
-    figure = new_figure(7.2, 2.8)
-    left, middle, right = figure.subplots(1, 3, width_ratios=(1.1, 1, 0.9))
+    figure = new_figure(7.6, 3.1)
+    figure.suptitle(
+        "In long texts attention on the prefix falls faster than derived", fontsize=9, x=0.02,
+        ha="left",
+    )  # fmt: skip
+    left, middle, right = figure.subplots(1, 3, width_ratios=(1.35, 1.25, 0.75))
     shares = table[table["quantity"] == "share"]
     shares = shares.assign(middle=np.sqrt(shares["l_kv"] * shares["upto"]))
-    for colour, (alpha, part) in zip(COLOURS, shares.groupby("alpha"), strict=False):
-        band(left, part, "middle", colour, lw=1, marker="o", ms=3, label=f"alpha {alpha:g}")
-        first = part.iloc[0]
+    ends = {}
+    for colour, (alpha, part) in zip(
+        (COLOURS[0], COLOURS[2]), shares.groupby("alpha"), strict=False
+    ):
+        band(left, part, "middle", colour, lw=1.4, marker="o", ms=3)
+        first, last = part.iloc[0], part.iloc[-1]
         law = first["mean"] * (part["middle"] / first["middle"]) ** (alpha - 1)
         left.plot(part["middle"], law, color=colour, lw=0.8, ls=":")
+        name = f"LaPA²,\nalpha {alpha:g}" if alpha else "no bias"
+        ends[name] = (last["middle"], last["mean"], colour)
+        ends[f"derived{' ' * bool(alpha)}"] = (last["middle"], law.iloc[-1], colour)
     left.set_xscale("log")
     left.set_yscale("log")
+    left.set_xlim(right=6 * shares["middle"].max())
+    plain_axes(left, "number of keys", "attention on the prefix")
+    name_ends(left, ends, 0.76, 0.07)
     left_law = table[table["quantity"] == "part of the law that is left"]
-    starts = sorted(set(left_law["l_kv"]))
+    starts, ends = sorted(set(left_law["l_kv"])), {}
     for number, l in enumerate(dict.fromkeys((starts[0], starts[len(starts) // 2], starts[-1]))):
-        colour = COLOURS[(number + 2) % len(COLOURS)]
-        band(middle, left_law[left_law["l_kv"] == l], "layer", colour, lw=1, label=f"l from {l}")
+        colour, part = COLOURS[(1, 3, 4)[number]], left_law[left_law["l_kv"] == l]
+        band(middle, part, "layer", colour, lw=1.2)
+        ends[f"from {l:,}\nkeys"] = (*part[["layer", "mean"]].iloc[-1], colour)
     middle.axhline(1, color="#999999", lw=0.8, zorder=0)
-    last = heads[(heads["l_kv"] == heads["l_kv"].max()) & (heads["alpha"] == 0)]
-    grid = last.pivot_table(index="layer", columns="head", values="share").to_numpy()
-    image = layer_map(right, np.log10(np.maximum(grid, 1e-6)), cmap="viridis")
-    bar = figure.colorbar(image, ax=right)
-    bar.set_label("log10 of the attention", fontsize=7)
-    bar.ax.tick_params(labelsize=6)
-    plain_axes(left, "l_kv", "attention on the prefix")
-    left.set_title("dotted: the derived law", fontsize=7)
-    plain_axes(middle, "layer", "part of the law that is left")
-    legend_below(figure, [("", left, shares), ("", middle, left_law)], 5)
+    middle.set_xlim(right=1.5 * left_law["layer"].max())
+    middle.set_xticks(range(0, int(left_law["layer"].max()) + 1, 10))
+    middle.set_ylim(top=middle.get_ylim()[1] + 0.015)
+    plain_axes(middle, "layer", "part of LaPA²'s bias that is left")
+    name_ends(middle, ends, 0.74, 0.12)
+    most = heads[(heads["l_kv"] == heads["l_kv"].max()) & (heads["alpha"] == 0)]
+    most = most.nlargest(8, "share")
+    names = [f"{row.layer:g}.{row.head:g}" for row in most.itertuples()]
+    right.barh(names, most["share"], color="0.6")
+    right.invert_yaxis()
+    right.locator_params(axis="x", nbins=2)
+    plain_axes(right, f"attention from\n{most['l_kv'].iloc[0]:,} keys, no bias", "layer.head")
     return figure
 
 

@@ -1,99 +1,94 @@
 # %% [markdown]
 # # Control, step by step: how far do opposite prefixes pull the next token apart?
 #
-# The same text is read after "Very positive:" and after "Very negative:". At every step the two
-# branches predict the next token. The more their predictions differ, the more the prefix controls.
+# We read one text twice, after "Very positive:" and after "Very negative:". At each step the model
+# predicts the next token both times. The further the two predictions are apart, the more the prefix
+# controls. We call this distance *control*.
 #
-# `js` is the distance between the two distributions (Jensen-Shannon, in nats, at most log 2). It
-# needs no words and has no sign. `lex` says how much more each branch favours the words of its own
-# attribute. `llr` is how much more probable the text's own next token is.
+# **Running time:** about half a minute on two CPU cores, with SmolLM2-135M.
+#
+# There are several measures of it, all in nats:
+#
+# - `js` is the Jensen-Shannon divergence of the two predictions. It is at most log 2, and says
+#   nothing about the direction.
+# - `lex` says how much more probable the words of an attribute become after its own prefix.
+# - `llr` is the log-likelihood ratio of the token that the text really has.
 
 # %%
 import os
 
 import numpy as np
 
-from lapa2_interp import load_model
-from lapa2_interp.circuits import RAW, ContrastSet, control_score
-from lapa2_interp.methods import load_task
-from lapa2_interp.models import identify
-from lapa2_interp.models.planted import answer_key
-from lapa2_interp.stats import paired_difference
-from lapa2_interp.table_formats import format_interval
+from lapa2_interp import circuits, load_model, methods, models, stats
 
 MODEL = os.environ.get("LAPA2_MODEL", "smollm2-135m")  # or another of `lapa2 models`, or a folder
 
 # %% [markdown]
-# ## A model whose answer is known
+# ## One prompt
 #
-# `planted` has weights set by hand. Its control is known in closed form at every length, so the
-# instrument can be checked before it is trusted.
-
-# %%
-toy, key = load_model("planted"), answer_key("planted")
-known = control_score(toy, ContrastSet.of(toy, "sentiment", prompts=["The lake"], tokens=48))
-layout = known.contrast_set.examples[0].layouts[0]
-steps = range(known.values["lex"].shape[1])
-closed = [key.control(len(layout) + t, layout.l_pro, asking=t == 0) for t in steps]
-print("largest difference from the closed form:", np.abs(known.values["lex"][0] - closed).max())
-known.plot(["lex", "js"])
-
-# %% [markdown]
-# ## The model
-#
-# The texts are written by the model without any prefix (`source="raw"`). A text written after
-# "Very positive:" already says what the prefix wants, so the prefix would seem to act less, or
-# more, than it does.
+# `ContrastSet.of` lets the model write a text after the prompt, without any prefix. Then
+# `control_score` reads the text after each prefix.
 
 # %%
 model = load_model(MODEL)
-print(identify(model))
+one = circuits.ContrastSet.of(model, "sentiment", prompts=["The lake"], tokens=24)
+print(repr(model.tokenizer.decode(one.examples[0].text)))
+circuits.control_score(model, one).plot(["js", "lex"])
+
+# %% [markdown]
+# ## Eight prompts
+#
+# One text proves nothing. With eight prompts there are intervals. They are 95 % intervals over
+# prompts.
+
+# %%
 tokens = 24
-chosen = load_task("sentiment").prompts.texts[:8]
-contrast_set = ContrastSet.of(model, "sentiment", prompts=chosen, tokens=tokens)
-print(repr(model.tokenizer.decode(contrast_set.examples[0].text)))
-score = control_score(model, contrast_set)
+chosen = methods.load_task("sentiment").prompts.texts[:8]
+contrast_set = circuits.ContrastSet.of(model, "sentiment", prompts=chosen, tokens=tokens)
+score = circuits.control_score(model, contrast_set)
 score.plot()
 
 # %%
 score.interval("js", None)
 
 # %% [markdown]
-# ## By the source of the text
+# ## Does control fade?
 #
-# `llr` on a text written after "Very positive:" is large by construction. `js` on raw texts is the
-# clean measure.
-
-# %%
-by_source = {
-    source: control_score(
-        model, ContrastSet.of(model, "sentiment", prompts=chosen, tokens=tokens, source=source)
-    )
-    for source in contrast_set.attributes
-}
-for source, scores in {RAW: score, **by_source}.items():
-    for name in ("js", "llr"):
-        row = scores.interval(name, None).iloc[0]
-        interval = f"[{row['low']:.4f}, {row['high']:.4f}]"
-        print(f"{source:>10} {name:>4} {row['mean']:.4f} {interval}")
-
-# %% [markdown]
-# ## Does it fade?
-#
-# The first and the last third of the steps, paired by prompt.
+# We compare the first third of the steps with the last third, prompt by prompt.
 
 # %%
 third = tokens // 3
 js = score.values["js"]
 early, late = js[:, :third].mean(1), js[:, -third:].mean(1)
-change = paired_difference(early, contrast_set.prompts, late, contrast_set.prompts)
+change = stats.paired_difference(early, contrast_set.prompts, late, contrast_set.prompts)
 print(f"js early {early.mean():.4f}, late {late.mean():.4f}")
-print(f"change {format_interval(change.mean, change.low, change.high, '+.4f')}")
+print(f"change {change.mean:+.4f} [{change.low:+.4f}, {change.high:+.4f}]")
 
 # %% [markdown]
-# ## A custom metric
+# ## Who wrote the text matters
 #
-# Any function of the branches' logits. Here: how often the branches would write another token.
+# The texts above were written without a prefix. A text that was written after "Very positive:"
+# already has what this prefix asks for. So `llr` on it is large by construction. This is why we
+# measure on texts without a prefix (`raw` below).
+
+# %%
+by_source = {
+    source: circuits.control_score(
+        model,
+        circuits.ContrastSet.of(model, "sentiment", prompts=chosen, tokens=tokens, source=source),
+    )
+    for source in contrast_set.attributes
+}
+for source, scores in {"raw": score, **by_source}.items():
+    for name in ("js", "llr"):
+        row = scores.interval(name, None).iloc[0]
+        print(f"{source:>10} {name:>4} {row['mean']:.4f} [{row['low']:.4f}, {row['high']:.4f}]")
+
+# %% [markdown]
+# ## A measure of your own
+#
+# Any function of the logits of both branches is a measure. This one says how often the two would
+# write another token.
 
 
 # %%
@@ -101,21 +96,37 @@ def another_token(predictions):
     return (predictions.logits[0].argmax(2) != predictions.logits[1].argmax(2)).double()
 
 
-changed = control_score(model, contrast_set, metrics={"another token": another_token})
+changed = circuits.control_score(model, contrast_set, metrics={"another token": another_token})
 changed.interval("another token", None)
+
+# %% [markdown]
+# ## A model whose answer is known
+#
+# Does the instrument measure right? `planted` is a model whose weights were set by hand. So a
+# formula gives its control at every length, and we can compare.
+
+# %%
+toy, key = load_model("planted"), models.answer_key("planted")
+lake = circuits.ContrastSet.of(toy, "sentiment", prompts=["The lake"], tokens=48)
+known = circuits.control_score(toy, lake)
+layout = lake.examples[0].layouts[0]
+steps = range(known.values["lex"].shape[1])
+formula = [key.control(len(layout) + t, layout.l_pro, asking=t == 0) for t in steps]
+print("largest difference from the formula:", np.abs(known.values["lex"][0] - formula).max())
+known.plot(["lex", "js"])
 
 # %% [markdown]
 # ## Checks
 
 # %%
-assert np.abs(known.values["lex"][0] - closed).max() < 1e-4
+assert np.abs(known.values["lex"][0] - formula).max() < 1e-4
 assert score.values["js"].max() <= np.log(2) + 1e-6
 assert (score.values["js"] > -1e-6).all()
 assert by_source["positive"].values["llr"].mean() > by_source["negative"].values["llr"].mean()
-swapped = ContrastSet(
+swapped = circuits.ContrastSet(
     tuple(example.swapped() for example in contrast_set.examples), contrast_set.words
 )
-turned = control_score(model, swapped, metrics=("llr", "js"))
+turned = circuits.control_score(model, swapped, metrics=("llr", "js"))
 assert np.abs(turned.values["llr"] + score.values["llr"]).max() < 1e-3
 assert np.abs(turned.values["js"] - score.values["js"]).max() < 1e-4
 print("all checks hold")

@@ -12,13 +12,12 @@ from matplotlib.figure import Figure
 
 from analyses.lab import FIGURES
 from analyses.lab.scripts import ScriptOptions
-from analyses.lab.style import legend_below
+from analyses.lab.style import legend_below, name_ends
 from lapa2_interp.circuits.statistics import spearman
 from lapa2_interp.files import write_text
 from lapa2_interp.plots import COLOURS, new_figure, plain_axes
 from lapa2_interp.table_formats import as_csv
 
-MARKERS = "os^Dv"
 NAMES = {
     "lapa2": "LaPA², all heads",
     "head-selective": "chosen heads",
@@ -50,6 +49,26 @@ SETTINGS = {
 }
 """By folder. Sentiment, hard prefixes alone and SmolLM2 as the writer where the name says nothing
 else."""
+SHOWN = {
+    "head-selective": (COLOURS[1], "o"),
+    "head-selective, opposing down": (COLOURS[6], "s"),
+    "caa, layer 20": (COLOURS[3], "^"),
+    "caa, layer 25": (COLOURS[3], "v"),
+    "caa, layer 13": (COLOURS[3], "^"),
+    "lapa2": (COLOURS[2], "D"),
+    "gate, head-selective": (COLOURS[4], "P"),
+    "guidance": (COLOURS[5], "X"),
+    "omega": (COLOURS[5], "X"),
+    "strength": (COLOURS[5], "X"),
+}
+"""Colour and marker of the ways that are curves; a way is the same in every figure."""
+LIMITS = (0.65, 1.85)
+"""The least and the largest cost of the figure."""
+TITLES = {
+    "rivals": "Activation addition and a bias in chosen heads control most at equal cost",
+    "gemma": "In Gemma activation addition leads, by one scorer alone",
+}
+"""By folder; the others have the name of their setting."""
 BEST = {
     "chosen heads": ["head-selective"],
     "activation addition": ["caa, layer 20", "caa, layer 25", "caa, layer 13"],
@@ -59,29 +78,53 @@ BEST = {
 METRICS = {"acc hidden": "accuracy by adapter, words hidden, %", "acc (linear)": "by linear, %"}
 
 
-def draw(arms: pd.DataFrame) -> Figure:
-    """One panel a scorer: a curve for each family, from no bias through its strengths, with 95 %
-    intervals; dotted: the costs at which families are compared."""
-    figure = new_figure(7.2, 3.6)
-    panels = figure.subplots(1, len(METRICS))
+def draw(arms: pd.DataFrame, title: str = "") -> Figure:
+    """One panel a scorer: accuracy with 95 % intervals against cost. The ways of `SHOWN` are curves
+    from no bias through their strengths; a strength that costs less than the one before is a hollow
+    mark beside the curve. The other ways are grey marks. Costs are those from `LIMITS`; dotted are
+    the two at which ways are compared.
+
+    Args:
+        arms: arms.csv of a folder.
+        title: What the reader should see.
+    """
+    figure = new_figure(7.4, 3.7)
+    figure.suptitle(title, fontsize=9, x=0.02, ha="left")
+    panels = figure.subplots(1, len(METRICS), width_ratios=[1.45, 1])
     families = [name for name in dict.fromkeys(arms["family"]) if name != "baseline"]
     for axes, (metric, words) in zip(panels, METRICS.items(), strict=True):
         rows = arms[(arms["metric"] == metric) & (arms["attributes"] == "all")]
-        base = rows[rows["family"] == "baseline"]
-        for i, family in enumerate(families):
+        base, ends = rows[rows["family"] == "baseline"], {}
+        for family in sorted(families, key=lambda name: name in SHOWN):
             own = rows[rows["family"] == family].sort_values("strength")
-            curve = pd.concat([base, own])
-            colour, marker = COLOURS[i % len(COLOURS)], MARKERS[i // len(COLOURS)]
-            axes.plot(
-                curve["cost"], curve["mean"], color=colour, marker=marker, ms=4,
-                label=NAMES.get(family, family),
-            )  # fmt: skip
-            axes.vlines(own["cost"], own["low"], own["high"], color=colour, lw=0.8)
+            own = own[own["cost"].between(*LIMITS)]
+            colour, marker = SHOWN.get(family, ("0.75", "o"))
+            if family in SHOWN:
+                curve = pd.concat([base, own])
+                goes_back = curve["cost"] < curve["cost"].cummax()
+                aside, curve = curve[goes_back], curve[~goes_back]
+                look = {"color": colour, "marker": marker, "ms": 4, "lw": 1.4}
+                axes.plot(aside["cost"], aside["mean"], **look, ls="", mfc="white")
+                axes.plot(curve["cost"], curve["mean"], **look)
+                ends[NAMES.get(family, family)] = (*curve[["cost", "mean"]].iloc[-1], colour)
+            else:
+                axes.plot(own["cost"], own["mean"], "o", color=colour, ms=3)
+            axes.vlines(own["cost"], own["low"], own["high"], color=colour, lw=0.9)
+        axes.plot(base["cost"], base["mean"], "ko", ms=5)
         for cost in (1.1, 1.25):
-            axes.axvline(cost, color="grey", ls=":", lw=0.8)
-        axes.set_xlim(right=min(2.0, arms["cost"].max() + 0.05))
-        plain_axes(axes, "perplexity by another model, times that of no bias", words)
-    legend_below(figure, [("", panels[0], arms)], 4)
+            axes.axvline(cost, color="0.6", ls=":", lw=0.8)
+        is_first = metric == next(iter(METRICS))
+        least = min(0.9, rows["cost"][rows["cost"].between(*LIMITS)].min() - 0.05)
+        axes.set_xlim(least, LIMITS[1] + (0.9 if is_first else 0.05))
+        axes.set_xticks([1, 1.25, 1.5, 1.75])
+        axes.set_ylim(bottom=axes.get_ylim()[0] - 3)
+        plain_axes(axes, "perplexity, times that of no bias", words)
+        if is_first:
+            axes.annotate(
+                "no bias", (1, base["mean"].iloc[0]), (-12, -14), textcoords="offset points",
+                fontsize=7,
+            )  # fmt: skip
+            name_ends(axes, ends, axes.transLimits.transform((LIMITS[1] + 0.06, 0))[0], 0.055)
     return figure
 
 
@@ -168,8 +211,9 @@ def draw_settings(table: pd.DataFrame) -> Figure:
         for i, way in enumerate(ways):
             own = rows[(rows["way"] == way) & (rows["ratio"] == ratio)]
             y = np.array([settings.index(name) for name in own["setting"]]) + 0.17 * (i - 1.5)
-            axes.plot(own["difference"], y, MARKERS[i], color=COLOURS[i], ms=4, label=way)
-            axes.hlines(y, own["low"], own["high"], color=COLOURS[i], lw=1.2)
+            colour, marker = SHOWN[BEST[way][0]]
+            axes.plot(own["difference"], y, marker, color=colour, ms=4, label=way)
+            axes.hlines(y, own["low"], own["high"], color=colour, lw=1.2)
         axes.axvline(0, color="grey", lw=0.8)
         axes.set_yticks(range(len(settings)), settings)
         plain_axes(axes, f"points above all heads, perplexity times {ratio:g}", "")
@@ -182,7 +226,8 @@ if __name__ == "__main__":
     parser = ScriptOptions("Figure rivals")
     parser.add_argument("folder", type=Path, nargs="?", default=FIGURES / "rivals")
     folder = parser.parse_args().folder
-    draw(pd.read_csv(folder / "arms.csv")).savefig(folder / "rivals.png", dpi=200)
+    title = TITLES.get(folder.name, SETTINGS.get(folder.name, ""))
+    draw(pd.read_csv(folder / "arms.csv"), title).savefig(folder / "rivals.png", dpi=200)
     if folder == parser.get_default("folder"):
         beside = draw_beside(pd.read_csv(folder / "arms.csv"), pd.read_csv(folder / "time.csv"))
         beside.savefig(folder / "beside.png", dpi=200)

@@ -26,7 +26,7 @@ from matplotlib.axes import Axes
 from analyses.lab.items import open_item
 from analyses.lab.output import item_json
 from analyses.lab.scripts import DEFAULT_SCORERS
-from analyses.lab.style import METRIC_LABELS, legend_below
+from analyses.lab.style import METRIC_LABELS, WAYS, legend_below
 from lapa2_interp.bias.recipes import name_families, strength
 from lapa2_interp.errors import RunError, pluralize
 from lapa2_interp.files import atomic_write, write_text
@@ -46,12 +46,16 @@ from lapa2_interp.table_formats import as_markdown
 
 REFERENCE = "lapa2"
 SHOWN = {
-    "acc": "accuracy",
+    "acc": "by adapter",
     "acc (linear)": "by linear",
-    "acc masked": "words hidden",
+    "acc masked": "words hidden,\nby adapter",
     "acc masked (linear)": "words hidden,\nby linear",
 }
-MARKERS = "os^Dv"
+WORDS = {name: words for name, (words, _, _) in WAYS.items()} | {
+    "all words": "any words",
+    "prefix words banned": "prefix's words banned",
+}
+"""What the figure calls ways and texts."""
 
 
 def draw(table: pd.DataFrame, curves: pd.DataFrame, equal: pd.DataFrame) -> Drawing:
@@ -73,8 +77,7 @@ def draw(table: pd.DataFrame, curves: pd.DataFrame, equal: pd.DataFrame) -> Draw
     )
     keys = distinguishing_columns(curves, ["task", "words", "model", "method", "variant"])
     names = [REFERENCE, *(name for name in dict.fromkeys(equal["family"]) if name != REFERENCE)]
-    looks = {name: (COLOURS[i % len(COLOURS)], MARKERS[i % len(MARKERS)])
-             for i, name in enumerate(names)}  # fmt: skip
+    looks = {name: WAYS.get(name, ("", COLOURS[4], "P"))[1:] for name in names}
     groups = list(curves.groupby(keys, sort=False))
     differences = equal.groupby(keys, sort=False)
     ratios = list(dict.fromkeys(equal["ratio"]))
@@ -84,7 +87,7 @@ def draw(table: pd.DataFrame, curves: pd.DataFrame, equal: pd.DataFrame) -> Draw
     )
     for (values, part), (left, *right) in zip(groups, panels, strict=True):
         same = differences.get_group(values)
-        title = ", ".join(str(value) for value in values if value)
+        title = ", ".join(WORDS.get(str(value), str(value)) for value in values if value)
         _curves(left, part, same, looks, title)
         shown = same.loc[same["metric"].isin(list(SHOWN)), ["difference_low", "difference_high"]]
         reach = [-1.0, 1.0, *shown.to_numpy()[shown.notna().to_numpy()]]
@@ -115,8 +118,8 @@ def _curves(
         if len(own):
             line = pd.concat([base, own])
             axes.plot(line["perplexity"], line["mean"], color=colour, lw=0.9)
-            _crosses(axes, own, color=colour, marker=marker, label=name)
-    _crosses(axes, base, color="black", marker="*", label=BASELINE)
+            _crosses(axes, own, color=colour, marker=marker, label=WORDS.get(name, name))
+    _crosses(axes, base, color="black", marker="*", label=WORDS[BASELINE])
     for perplexity in dict.fromkeys(equal["perplexity"]):
         axes.axvline(perplexity, color="#999999", lw=0.8, ls=":", zorder=0)
     axes.set_xscale("log")
@@ -124,7 +127,7 @@ def _curves(
     axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
     axes.minorticks_off()
     axes.set_title(title, fontsize=9)
-    plain_axes(axes, "perplexity, exp of the mean", METRIC_LABELS["acc"])
+    plain_axes(axes, "perplexity", METRIC_LABELS["acc"])
 
 
 def _crosses(axes: Axes, rows: pd.DataFrame, **look: str) -> None:
@@ -156,7 +159,7 @@ def _differences(axes: Axes, equal: pd.DataFrame, looks: dict[str, tuple[str, st
     middle = (len(others) - 1) / 2
     axes.set_yticks([i * between + middle for i in range(len(metrics))], list(metrics.values()))
     axes.set_ylim(max(1, len(metrics)) * between - 1, -1)
-    plain_axes(axes, f"points above {REFERENCE}\n(full: Holm's p < 0.05)", "")
+    plain_axes(axes, "points above all heads\n(full: shown after correction)", "")
 
 
 # %%

@@ -1,7 +1,7 @@
 """Every figure and table of the paper, from nothing: sweep the scale's grids, run all scripts,
 write the report.
 
-    python analyses/tools/reproduce.py --scale tiny     # up to half an hour of two cores
+    python analyses/tools/reproduce.py --scale tiny     # about 40 minutes on two cores
     python analyses/tools/reproduce.py --scale quick    # the default model, a day of two cores
     python analyses/tools/reproduce.py --scale paper    # the paper's models and settings, GPUs
 

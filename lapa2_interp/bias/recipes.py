@@ -20,8 +20,8 @@ quotes keep both marks:
     lapa2:span="prefix+bos"                               a name that holds a "+"
     lapa2:span=0:2/5:6,law=cut,alpha=1                    several spans; or span="0:2,5:6"
 
-The `source` of each recipe says which parts were checked against published code (read, not run) and
-which are from memory.
+The `source` of each recipe says which parts were checked against published code (read, not run),
+and which were written from the formula alone.
 
 Example:
     >>> from lapa2_interp import recipes
@@ -241,7 +241,7 @@ RECIPES: dict[str, Recipe] = {
     "split-softmax": Recipe(
         _split_softmax,
         "raises the prefix's share A to the power k, at every query after the prefix",
-        "split-softmax, arXiv 2402.10962. The formula is from memory: its code"
+        "split-softmax, arXiv 2402.10962. Written from the formula alone, because its code"
         " (likenneth/persona_drift) does not contain it",
         "k: ours; we know of no published default",
     ),
@@ -262,8 +262,8 @@ RECIPES: dict[str, Recipe] = {
     "log-n": Recipe(
         _log_n,
         "multiplies all scores by ln(l)/ln(l0)",
-        "Chiang and Cholak, arXiv 2202.12172 (ln(l)) and Su, 2021 (over ln(l0)), from memory; both"
-        " train with it",
+        "Chiang and Cholak, arXiv 2202.12172 (ln(l)) and Su, 2021 (over ln(l0)), written from the"
+        " formulas alone; both train with it",
         "l0: 512, the length of its training",
     ),
     "ssmax": Recipe(

@@ -354,11 +354,11 @@ def list_prefixes(folder: Path | None = None, /, *, as_json: AsJson = False) -> 
 
     Args:
         folder: List the soft prefixes under this folder; by default those that come with the
-            package.
+            package, and your own in the folder `prefixes` of the cache.
         as_json: Print JSON.
     """
     from lapa2_interp.methods.registry import load_task
-    from lapa2_interp.prefixes.soft_prefix import SHIPPED_SETS, cards_in
+    from lapa2_interp.prefixes.soft_prefix import SHIPPED_SETS, cards_in, own_sets
     from lapa2_interp.tasks.task import built_in_tasks
 
     hard = [] if folder else [
@@ -367,6 +367,8 @@ def list_prefixes(folder: Path | None = None, /, *, as_json: AsJson = False) -> 
         for attribute, texts in load_task(name).attributes.items()
     ]  # fmt: skip
     soft = cards_in(folder or SHIPPED_SETS)
+    if not folder and next(own_sets().rglob("*.safetensors"), None):
+        soft += cards_in(own_sets())
     if as_json:
         print(
             json.dumps(

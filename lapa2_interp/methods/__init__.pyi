@@ -13,6 +13,7 @@ from .base import attribute_prefix as attribute_prefix
 from .base import check_branches as check_branches
 from .base import contrast_branches as contrast_branches
 from .base import nucleus as nucleus
+from .chat import chat_task as chat_task
 from .registry import assign_augmentations as assign_augmentations
 from .registry import find_class as find_class
 from .registry import get as get

@@ -26,7 +26,7 @@ from lapa2_interp._util.parsing import parse_object, read_text
 from lapa2_interp.bias.text_start import AUTO_START, USUAL_START, start_setting
 from lapa2_interp.commands import command
 from lapa2_interp.errors import PrefixError, parameter, validation_message
-from lapa2_interp.files import atomic_write, result_folder, sha256_of, write_json
+from lapa2_interp.files import atomic_write, cache_folder, result_folder, sha256_of, write_json
 from lapa2_interp.models.card import identify
 from lapa2_interp.models.configuration import is_hybrid, kv_shapes
 from lapa2_interp.models.facts import Model, facts_of
@@ -41,8 +41,8 @@ SHIPPED_SETS = Path(__file__).parent / "shipped"
 """Sets that come with the package: `<model>/<task>-<set>/<attribute>`."""
 RESERVED_SETS = {
     "hard": "the task's texts",
-    "mle": "a set that comes with the package",
-    "contrastive": "a set that comes with the package",
+    "mle": "the set of that name",
+    "contrastive": "the set of that name",
 }
 """Words for `prefixes` in place of a set's folder, and what they mean: no folder of a user's set is
 called so."""
@@ -427,12 +427,12 @@ def read_card(file: Path) -> PrefixCard:
 
 
 def find_prefix(model: Model, task: str, which: str, attribute: str) -> SoftPrefix:
-    """The prefix of an attribute from a set that ships with the package, or from a folder.
+    """The prefix of an attribute, from a set of the package or of the cache, or from a folder.
 
     Args:
         model: The model it was made for.
         task: The task's name.
-        which: A shipped set of that task (mle, contrastive), or the path of a folder.
+        which: A set of that task (mle, contrastive), or the path of a folder.
 
     Raises:
         PrefixError: No such set or attribute, damaged, or of another model.
@@ -442,32 +442,50 @@ def find_prefix(model: Model, task: str, which: str, attribute: str) -> SoftPref
     return prefix
 
 
+def own_sets() -> Path:
+    """The folder in the cache for sets of the user's that methods take by name, as those of
+    `SHIPPED_SETS`: `<model>/<task>-<set>/<attribute>`."""
+    return cache_folder() / "prefixes"
+
+
 def set_folder(model: str, task: str, which: str) -> Path:
-    """Folder of a set of soft prefixes: the shipped set for a model (by name) and task, or the path
-    given (`./mle` where a folder has the name of a shipped set).
+    """Folder of a set of soft prefixes: the set of that name for a model (by name) and task, from
+    the package or from `own_sets`, or the path given (`./mle` where a folder has the name of a
+    set).
 
     Raises:
         PrefixError: No such set.
     """
-    folder = SHIPPED_SETS / model / f"{task}-{which}"
-    if "/" not in which and folder.is_dir():
+    of_model = [SHIPPED_SETS / model, own_sets() / model]
+    folders = [sets / f"{task}-{which}" for sets in of_model if "/" not in which]
+    if folder := next((folder for folder in [*folders, Path(which)] if folder.is_dir()), None):
         return folder
-    if Path(which).is_dir():
-        return Path(which)
-    have = [
-        folder.name.removeprefix(f"{task}-")
-        for folder in sorted((SHIPPED_SETS / model).glob(f"{task}-*"))
-    ]
+    have = sorted(
+        {
+            folder.name.removeprefix(f"{task}-")
+            for sets in of_model
+            for folder in sets.glob(f"{task}-*")
+        }
+    )
     raise PrefixError(
         f"no soft prefixes {which!r} of task {task} for {model}; "
         + (f"allowed: {', '.join(have)}, a folder, or " if have else "")
-        + f"hard ones (the method's prefixes=hard); `{_training(model, task)}` makes them"
+        + f"hard ones (the method's prefixes=hard); `{_training(model, task, which)}` makes them"
     )
 
 
-def _training(model: str, task: str) -> str:
-    """The command that trains a set."""
-    return command("prefix", "train", model=model, task=task, data="CORPUS", out="FOLDER")
+def _training(model: str, task: str, which: str = "") -> str:
+    """The command that trains a set, into the place where methods look for it by name."""
+    named = which in ("mle", "contrastive")
+    return command(
+        "prefix",
+        "train",
+        model=model,
+        task=task,
+        data="CORPUS",
+        objective=which if named else None,
+        out=own_sets() / model / f"{task}-{which}" if named else "FOLDER",
+    )
 
 
 def cards_in(folder: Path) -> list[PrefixCard]:

@@ -262,7 +262,9 @@ export async function render({ model, el }) {
   for (const [name, values] of Object.entries(data.study)) grids[name] = `${values.about} (${values.measure})`;
 
   const chosen = () => ({ step: model.get("token"), head: model.get("head")?.join(".") ?? "mean" });
-  const state = { step: 0, head: "mean", key: 0, colour: "mass", grid: "mass", scale: "shared", log: "", bos: "" };
+  const state = { step: 0, head: "mean", key: 0, colour: "mass", grid: "mass", scale: "shared", log: "", bos: "auto" };
+  /** BOS has most of the attention and would take the whole scale of the mean over heads, which so begins without it. */
+  const withoutBos = () => state.bos === "auto" ? hasBos && state.head === "mean" : state.bos === "1";
   let hover = null;
 
   const upTo = stop => Array.from({ length: stop }, (_, i) => String(i));
@@ -296,7 +298,7 @@ export async function render({ model, el }) {
   };
   /** b - a, or 0 where it is not more than the numbers' rounding. */
   const resolved = (a, b) => Math.abs(b - a) <= numbers.unsure(a, b) ? 0 : b - a;
-  const masked = key => state.bos && partOf(key) === "bos";
+  const masked = key => withoutBos() && partOf(key) === "bos";
 
   /** The ends of a panel's values; 0 is one of them unless the values have another lower end. */
   function endsOf(panel) {
@@ -319,6 +321,9 @@ export async function render({ model, el }) {
     return panels;
   }
 
+  const otherTexts = two && !data.same
+    ? "The two texts differ. So this is not a difference of the same tokens: after the prompt it compares places." : "";
+
   function mapsOf(head) {
     const strips = [];
     for (let key = 0; key < keys; key++) {
@@ -329,7 +334,7 @@ export async function render({ model, el }) {
     const of = headOf(head), rows = arms.map((arm, i) => Array.from({ length: arm.steps }, (_, step) => numbers.row(i, step, of)));
     const cell = i => (step, key) => masked(key) ? MISSING : rows[i][step]?.[key] ?? MISSING;
     const panels = arms.map((arm, i) => ({ title: arm.name, value: cell(i), split: false }));
-    if (two) panels.push({ title: "difference", apart: true, value: (step, key) => resolved(cell(0)(step, key), cell(1)(step, key)), split: true });
+    if (two) panels.push({ title: "difference", note: otherTexts, apart: true, value: (step, key) => resolved(cell(0)(step, key), cell(1)(step, key)), split: true });
     for (const panel of panels) {
       Object.assign(panel, { rows: steps, cols: keys, strips, column: String, head, kind: "map" });
     }
@@ -355,7 +360,7 @@ export async function render({ model, el }) {
       },
     }[name];
     const panels = arms.map((arm, i) => ({ title: arm.name, split: false, open: name === "odds", ...heads(head => read(i, head)) }));
-    if (two) panels.push({ title: "difference", apart: true, split: true, mean: panels[1].mean.map((value, head) => value - panels[0].mean[head]) });
+    if (two) panels.push({ title: "difference", note: otherTexts, apart: true, split: true, mean: panels[1].mean.map((value, head) => value - panels[0].mean[head]) });
     return panels;
   }
 
@@ -433,7 +438,7 @@ export async function render({ model, el }) {
     `Attention on single keys was read again with the run's model, under the arm's augmentation at the same steps. It is stored in ${2 ** data.bits - 1} steps of a log scale from ${data.floor.toExponential(1)} to 1, so a number is right to ${(100 * data.precision).toPrecision(2)} % of itself; less is shown as 0. A difference of two such numbers is uncertain by this part of their sum, and is drawn as 0 where it is not larger. Attention on whole parts is stored as float32.`,
     ...arms.map(arm => arm.off === null ? `${arm.name}: the run recorded no attention of this text to compare with.`
       : `${arm.name}: the largest difference from the attention that the run recorded is ${arm.off.toExponential(1)}.`),
-    data.same ? "The arms have the same text." : "Each arm has a text of its own. At keys of the text a difference compares places, not words.",
+    data.same ? "The arms have the same text." : "Each arm has a text of its own. So at keys of the text a difference compares places, and not words. `lapa2 view --same-text` reads one text in both arms.",
     data.noControl ? `There is no control by step: ${data.noControl}.` : `Control (${metrics.join(", ")}) is read on the shown text, behind the task's opposite prefixes, with the arm's augmentation in every branch.`,
     "One text has no interval. Intervals of all texts of the run, of effects and of writes are 95 %, over prompts.",
   ];
@@ -476,7 +481,8 @@ export async function render({ model, el }) {
       const ctx = canvas.getContext("2d");
       ctx.setTransform(dense, 0, 0, dense, 0, 0);
       drawPanel(ctx, marked(panel, look), width, height, look);
-      figure.querySelector("figcaption").replaceChildren(make("b", {}, panel.title), keyOf(panel.scale));
+      figure.querySelector("figcaption").replaceChildren(
+        ...(panel.note ? [make("span", { className: "apart" }, panel.note)] : []), make("b", {}, panel.title), keyOf(panel.scale));
       drawn.set(canvas, { panel, box: boxOf(panel, width, height) });
     });
   }
@@ -660,7 +666,7 @@ export async function render({ model, el }) {
     slider.setAttribute("aria-valuetext", `step ${state.step} of ${steps - 1}`);
     stepName.textContent = `${state.step} of ${steps - 1}`;
     for (const field of root.querySelectorAll("select")) field.value = state[field.name];
-    for (const field of root.querySelectorAll("input[type=checkbox]")) field.checked = state[field.name] === "1";
+    for (const field of root.querySelectorAll("input[type=checkbox]")) field.checked = field.name === "bos" ? withoutBos() : state[field.name] === "1";
     const tall = width => Math.min(Math.max(steps * 6, 160), 420) * Math.min(1, 0.55 + width / 900) + SPACE.top + SPACE.bottom;
     mapTitle.textContent = state.head === "mean" ? "Mean of all heads" : `Head ${state.head}`;
     figuresIn(maps, mapsOf(state.head), tall);

@@ -23,7 +23,7 @@ HOLE = "\0"
 ODD = "a b's folder/-x"
 VALUES = {
     "length": 32, "samples": 2, "seed": 1, "long_length": 64, "long_texts": 2, "dtype": "float32",
-    "model_class": "TransformerBridge", "device": "cpu", "traceback": True,
+    "model_class": "TransformerBridge", "device": "cpu", "traceback": True, "objective": "mle",
     "set": {"prefixes": "hard", "pro_aug": False, "words": ODD},
 }  # fmt: skip
 """Values of options for which any text will not do."""

@@ -8,7 +8,7 @@ from urllib.parse import quote
 import numpy as np
 import pandas as pd
 import pytest
-from browsers import browser_page
+from browsers import CUT, browser_page
 from pages import HOSTILE, Parts, fill_small_run
 
 from analyses.lab.claims import ClaimResult
@@ -194,6 +194,20 @@ def test_other_runs_whose_tables_are_there_are_told(run, html):
     (run / "results.json").write_text("{")
     with pytest.raises(RunError, match="results.json cannot be read"):
         page(run)
+
+
+def test_no_column_is_cut_on_a_phone(browser, html, tmp_path):
+    """Words are wrapped; what is still wider scrolls in a box of its own."""
+    file = tmp_path / "report.html"
+    file.write_text(html, encoding="utf-8")
+    browser.goto(file.as_uri(), width=390)
+    assert browser.ask("document.documentElement.scrollWidth") <= 390
+    assert browser.ask("document.querySelectorAll('table').length") > 3
+    assert browser.ask(CUT) == []
+    wraps = (
+        "[...document.querySelectorAll('.box td')].map(each => getComputedStyle(each).whiteSpace)"
+    )
+    assert set(browser.ask(wraps)) <= {"normal", "pre-wrap"}
 
 
 def test_the_page_is_read_in_a_browser(browser, run):

@@ -25,7 +25,9 @@ OF_PREFIXES = [
     ("detox", "negprompt"), ("detox", "preadd"), ("detox", "palette"),
 ]  # fmt: skip
 """Tasks and methods of Table prefix_types; and topic, whose prefixes are soft."""
-TOLD = "## What is not there"
+ABSENT = {("sentiment", "prefix"): "Pro-Aug for GPT-2+Prefix"}
+"""A variant less: what the page says of it."""
+HEADING = "## What is not there"
 
 
 def rows_of(name):
@@ -70,7 +72,7 @@ def test_every_variant_of_a_table_is_there(name):
             for row in rows_of(name)
             if (row["task"], row["method"]) == own
         }
-        assert len(arms) >= len(paper), own
+        assert len(arms) >= len(paper) - (name == "components" and own in ABSENT), own
 
 
 def test_the_prefixes_of_every_method_are_there():
@@ -89,7 +91,7 @@ def test_texts_of_every_method_are_there():
 def test_what_is_not_there_is_told():
     """Models and lengths of the paper that no committed table has."""
     page = (ROOT / "docs" / "reproducing.md").read_text("utf-8")
-    told = re.search(rf"^{TOLD}$(.*?)(?=^## |\Z)", page, re.M | re.S)[1]
+    section = re.search(rf"^{HEADING}$(.*?)(?=^## |\Z)", page, re.M | re.S)[1]
     models = {
         "gpt2-medium": "GPT-2 Medium",
         "llama-2-7b": "LLaMA-2 7B",
@@ -97,8 +99,9 @@ def test_what_is_not_there_is_told():
         "pythia-12b": "Pythia 12B",
     }
     for name in {row["model"] for row in reported()}:
-        assert models[name] in told, name
+        assert models[name] in section, name
+    assert all(words in section for words in ABSENT.values())
     lengths = {int(row["length"]) for row in reported() if row["length"]}
     longest = max(int(row["length"]) for row in rows_of("sent_topic"))
     for length in lengths:
-        assert length <= longest or str(length) in told, length
+        assert length <= longest or str(length) in section, length

@@ -331,16 +331,27 @@ def test_world_has_rows_of_its_own():
     assert set(itself["verdict"]) == {""}
 
 
-def test_the_figure_has_a_curve_for_every_family(monkeypatch):
-    """From no bias, at cost 1, on; no family lacks a mark of its own."""
+def test_the_figure_has_few_curves_and_a_mark_for_every_arm():
+    """Six named curves from no bias, at cost 1, on, none of which runs backwards; the other ways
+    are grey. All strengths in its range are there, and inside the axes."""
     from analyses.rivals import draw as drawing
 
     arms = pd.read_csv(ROOT / "figures" / "rivals" / "arms.csv")
-    for axes in drawing.draw(arms).axes:
-        curves = [line for line in axes.lines if line.get_marker() != "None"]
-        assert len(curves) == arms["family"].nunique() - 1
+    panels = drawing.draw(arms).axes
+    for axes in panels:
+        marks = [line for line in axes.lines if line.get_marker() != "None"]
+        curves = [line for line in marks if line.get_linestyle() == "-"]
+        curves = [line for line in curves if line.get_color() in drawing.COLOURS[1:]]
+        assert len(curves) == 6
         assert {line.get_xdata()[0] for line in curves} == {1.0}
-        assert len({(line.get_color(), line.get_marker()) for line in curves}) == len(curves)
+        assert all((np.diff(line.get_xdata()) >= 0).all() for line in curves)
+        assert len({line.get_color() for line in curves}) == len(curves)
+        shown = {float(x) for line in marks for x in line.get_xdata()}
+        costs = set(arms["cost"][arms["cost"].between(*drawing.LIMITS)])
+        assert shown == costs
+        assert axes.get_xlim()[0] < min(shown) < max(shown) < axes.get_xlim()[1]
+    names = {text.get_text() for text in panels[0].texts}
+    assert {"LaPA², all heads", "chosen heads", "activation addition", "no bias"} <= names
     table = drawing.order_by_bits(ROOT / "figures" / "rivals").set_index(["setting", "by"])
     for by, metric in (("other model", "bits"), ("writer", "bits (writer)")):
         ranks = arms[arms["metric"] == metric][["perplexity", "mean"]].rank()

@@ -10,6 +10,7 @@ import torch
 from conftest import generate, load
 
 from lapa2_interp import Augmentation
+from lapa2_interp.errors import PrefixError
 from lapa2_interp.methods import load_task
 from lapa2_interp.methods import registry as methods
 from lapa2_interp.models import identify
@@ -136,3 +137,17 @@ def test_a_folder_with_the_name_of_a_set_is_asked_for_by_its_path(tmp_path, monk
     assert set_folder("smollm2-135m", "topic", "mle").parent == SHIPPED_SETS / "smollm2-135m"
     assert set_folder("smollm2-135m", "topic", "./mle") == Path("mle")
     assert set_folder("tiny-gpt2", "topic", "mle") == Path("mle")
+
+
+def test_a_set_in_the_cache_is_asked_for_by_its_name(tmp_path, monkeypatch):
+    """A set of the package goes before it, and a folder that is asked for by its path, too."""
+    monkeypatch.setenv("LAPA2_CACHE", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    own = tmp_path / "prefixes" / "tiny-gpt2" / "topic-mle"
+    for folder in (own, tmp_path / "prefixes" / "smollm2-135m" / "topic-mle", Path("mle")):
+        folder.mkdir(parents=True)
+    assert set_folder("tiny-gpt2", "topic", "mle") == own
+    assert set_folder("tiny-gpt2", "topic", "./mle") == Path("./mle")
+    assert set_folder("smollm2-135m", "topic", "mle").is_relative_to(SHIPPED_SETS)
+    with pytest.raises(PrefixError, match="allowed: mle, a folder, or hard"):
+        set_folder("tiny-gpt2", "topic", "other")

@@ -9,7 +9,7 @@ from urllib.parse import unquote
 import numpy as np
 import pandas as pd
 import pytest
-from browsers import browser_page
+from browsers import CUT, browser_page
 from conftest import change_texts
 from pages import GRID, HOSTILE, Parts, fill_small_run
 
@@ -378,4 +378,5 @@ def test_scores_fit_a_narrow_page(browser, scored):
         browser.goto((scored / "report.html").as_uri(), width=width)
         assert not browser.errors
         assert browser.ask("document.documentElement.scrollWidth") <= width
+        assert browser.ask(CUT) == []
         assert browser.ask("document.querySelectorAll('.differences').length") == 2

@@ -561,6 +561,45 @@ def test_scales_and_masks(browser, page_file, shown):
     quiet(browser, page_file)
 
 
+def test_the_mean_over_heads_begins_without_bos(browser, page_file, shown):
+    """BOS would take the whole scale of colours. A single head begins with it."""
+    most = "document.querySelector('.map .most').textContent"
+    is_hidden = "document.querySelector('input[name=bos]').checked"
+    n_bos, arms = shown.text.layout.n_bos, shown.text.arms
+
+    def top(read):
+        return max(read(pattern).max() for arm in arms for pattern in arm.patterns)
+
+    opened(browser, page_file)
+    assert browser.ask(is_hidden)
+    without = top(lambda pattern: pattern.mean((0, 1))[n_bos:])
+    assert float(browser.ask(most)) == pytest.approx(without, rel=1e-3)
+    browser.ask("document.querySelector('input[name=bos]').click()")
+    everything = top(lambda pattern: pattern.mean((0, 1)))
+    assert float(browser.ask(most)) == pytest.approx(everything, rel=1e-3)
+    opened(browser, page_file, {"head": "1.2"})
+    assert not browser.ask(is_hidden)
+    assert float(browser.ask(most)) == pytest.approx(top(lambda pattern: pattern[1, 2]), rel=1e-3)
+    quiet(browser, page_file)
+
+
+def test_a_note_over_the_difference_says_that_the_texts_differ(browser, shown, tmp_path):
+    first, second = shown.text.arms
+    for name, last, differ in (("same", first.tokens[-1], 0), ("other", first.tokens[-1] + 1, 1)):
+        changed = dataclasses.replace(second, tokens=(*first.tokens[:-1], last))
+        text = dataclasses.replace(shown.text, arms=(first, changed))
+        page_file = dataclasses.replace(shown, text=text).save(tmp_path / f"{name}.html")
+        opened(browser, page_file)
+        over = "[...document.querySelectorAll('.{} figcaption')].map(each => each.textContent)"
+        for panel in ("map", "grid"):
+            has_note = [
+                caption.startswith("The two texts differ.")
+                for caption in browser.ask(over.format(panel))
+            ]
+            assert has_note == [False, False, bool(differ)], (name, panel)
+        quiet(browser, page_file)
+
+
 def test_panels_are_saved_as_they_are(browser, page_file, shown):
     opened(browser, page_file, {"step": 4, "head": "1.2"})
     read = f"(async () => {{ const blob = await {VIEW}.viewer.file(PANEL, KIND); const bytes = new Uint8Array(await blob.arrayBuffer()); let text = ''; for (const byte of bytes) text += String.fromCharCode(byte); return btoa(text); }})()"

@@ -11,21 +11,24 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import torch
 from conftest import lapa2, load, soft_set
 
 from lapa2_interp._util.terminal import format_bytes, format_duration
 from lapa2_interp.bias.layout import Layout
 from lapa2_interp.bias.recipes import parse_recipes
 from lapa2_interp.errors import GridError, Lapa2Error, ModelError, RunError
+from lapa2_interp.files import sha256_of
 from lapa2_interp.generation.cell import Cell
 from lapa2_interp.generation.plan import plan_batches
 from lapa2_interp.generation.settings import CellSettings
 from lapa2_interp.methods import load_task
 from lapa2_interp.methods.base import SoftPrefixKey
 from lapa2_interp.models import load as models
-from lapa2_interp.models import machine
+from lapa2_interp.models import machine, sizes
 from lapa2_interp.models.smollm2 import smollm2_folder
-from lapa2_interp.runs import estimates
+from lapa2_interp.prefixes.soft_prefix import PrefixCard, PrefixShape, write_card
+from lapa2_interp.runs import checks, estimates
 from lapa2_interp.runs.checks import check_device, check_grids
 from lapa2_interp.runs.estimates import Estimate, check_affordable, estimate, row_tokens_of
 from lapa2_interp.runs.generate import make_cells
@@ -144,6 +147,81 @@ def test_paper_grids_have_the_papers_numbers_of_texts_and_lengths(name):
     needs = " ".join(grid.needs)
     assert ("rtp_challenging_203.jsonl (203 prompts" in needs) == any(
         cell.task.name == "detox" for cell in grid.cells
+    )
+
+
+PAPER_MODELS = {
+    "gpt2-medium": {"model_type": "gpt2", "n_embd": 1024, "n_head": 16, "n_layer": 24},
+    "meta-llama/Llama-2-7b-hf": {"model_type": "llama", "max_position_embeddings": 4096},
+    "meta-llama/Llama-2-13b-hf": {
+        "model_type": "llama", "hidden_size": 5120, "num_attention_heads": 40, "num_hidden_layers": 40,
+        "intermediate_size": 13824, "max_position_embeddings": 4096,
+    },
+    "EleutherAI/pythia-12b": {
+        "model_type": "gpt_neox", "hidden_size": 5120, "num_attention_heads": 40,
+        "num_hidden_layers": 36, "intermediate_size": 20480,
+    },
+}  # fmt: skip
+"""The shapes of the paper's models, for stand-ins that have a tokenizer and no weights."""
+
+
+@pytest.fixture
+def files_of_the_paper(tmp_path, monkeypatch):
+    """Stand-ins for what `docs/reproducing.md` asks a reader to bring: prompts in this folder,
+    models, and soft prefixes of one slot in the cache."""
+    from safetensors.torch import save_file
+
+    known = (checks._tokenizer, sizes.model_size, models.start_of_named, models.shared_tokenizer)
+    for of_a_name in known:
+        of_a_name.cache_clear()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("LAPA2_CACHE", str(tmp_path / "cache"))
+    lines = (json.dumps({"prompt": f"The lake is {i}"}) + "\n" for i in range(203))
+    Path("rtp_challenging_203.jsonl").write_text("".join(lines))
+    for name, config in PAPER_MODELS.items():
+        Path(name).mkdir(parents=True)
+        tokenizer = models.load_tokenizer("tiny-gpt2")
+        tokenizer.save_pretrained(name)
+        words = {"vocab_size": len(tokenizer), "bos_token_id": 0, "eos_token_id": 0}
+        Path(name, "config.json").write_text(json.dumps(config | words))
+    for made in ("sentiment-contrastive", "topic-mle", "topic-contrastive", "detox-mle"):
+        task, _, kind = made.partition("-")
+        folder = tmp_path / "cache" / "prefixes" / "gpt2-medium" / made
+        folder.mkdir(parents=True)
+        for attribute in load_task(task).attributes:
+            weights = folder / f"{attribute}.safetensors"
+            tensors = {name: torch.zeros(24, 16, 1, 64) for name in ("keys", "values")}
+            save_file(tensors, weights)
+            shape = PrefixShape(n_layers=24, n_kv_heads=16, n_slots=1, d_head=64)
+            card = PrefixCard(
+                attribute=attribute, task=task, set=kind, model="gpt2-medium", weights="stand-in",
+                shape=shape, shifted=False, sha256=sha256_of(weights), origin="a stand-in",
+            )  # fmt: skip
+            write_card(card, folder)
+    yield
+    for of_a_name in known:
+        of_a_name.cache_clear()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", PAPER)
+def test_with_the_files_of_the_reader_every_cell_of_a_paper_grid_is_planned(
+    name, files_of_the_paper, capsys
+):
+    """No file of the package is written for it, so that it works after `pip install`."""
+    cells = load_grid(name).cells
+    assert lapa2("sweep --dry-run --device cpu --workers 1 --out run", name) == 0
+    printed = capsys.readouterr().err
+    assert f"{len(cells)} of {len(cells)} cells to make" in printed, printed
+    assert not Path("run").exists()
+
+
+def test_a_missing_set_names_the_command_that_trains_it_and_its_place(tmp_path, monkeypatch):
+    monkeypatch.setenv("LAPA2_CACHE", str(tmp_path))
+    (need,) = {need for need in load_grid("paper/sent_topic", check=False).needs if "mle" in need}
+    assert need.endswith(
+        "`lapa2 prefix train --model gpt2-medium --task topic --data CORPUS --objective mle"
+        f" --out {tmp_path}/prefixes/gpt2-medium/topic-mle` makes them"
     )
 
 
