@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from write_tables import ROOT, TABLE, NumberError, Numbers, Row, Settings, documents
 
 SMALL = "no one two three four five six seven eight nine ten eleven twelve"
-COUNTS = {word: number for number, word in enumerate(SMALL.split())}
+COUNTS = {word: number for number, word in enumerate(SMALL.split())} | {"none": 0}
 """Words for numbers of cases."""
 DIGITS = r"[+-]?\d[\d,]*(?:\.\d+)?"
 COUNT = rf"(?:{DIGITS}|{'|'.join(COUNTS)})"
@@ -40,7 +40,7 @@ DOWN = (
     "loses", "lost", "lower", "lowered", "lowers", "shrinks", "smaller", "weaker", "worse",
 )  # fmt: skip
 OPEN = re.compile(
-    r"no (?:gain|loss|harm|change|difference)(?: over .+)? is shown"
+    r"no (?:gain|loss|harm|change|difference)(?: (?:over|of) .+)? is shown"
     r"|(?:is |are )?not (?:shown|decided)(?: to .+)?|(?:is )?(?:open|undecided)"
     r"|cannot tell|equal|as much as|about the same"
 )
