@@ -111,8 +111,8 @@ def check_client(request: Request, key: str | None) -> None:
                 "pages of other origins may not ask this server", 403, code="origin"
             )
     if key is not None:
-        given = request.headers.get("authorization", "").removeprefix("Bearer ")
-        if not hmac.compare_digest(given.encode(), key.encode()):
+        client_key = request.headers.get("authorization", "").removeprefix("Bearer ")
+        if not hmac.compare_digest(client_key.encode(), key.encode()):
             raise ProtocolError(
                 "the API key is not that of this server", 401, code="invalid_api_key"
             )

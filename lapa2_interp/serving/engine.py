@@ -232,11 +232,11 @@ class Engine:
         """Rows that have read the texts, and the logits of the next token."""
         model, flat = self.model, [rule for of in rules for rule in of]
         rows = new_rows(model, flat)
-        found = [self.kept.find(*pair) for pair in zip(layouts, rules, strict=True)]
-        if not isinstance(rows, BridgeRows) or not any(found):
+        taken_up = [self.kept.find(*pair) for pair in zip(layouts, rules, strict=True)]
+        if not isinstance(rows, BridgeRows) or not any(taken_up):
             with augmented(model, [tuple(of) for of in rules], layouts):
                 return rows, rows.prompt_pass(layouts)[:, -1]
-        cached = [(None, 0) if one is None else one for one in found]
+        cached = [(None, 0) if one is None else one for one in taken_up]
         self.reused += sum(n for _, n in cached)
         counts = [n for _, n in cached]
         new = [list(layout.ids[n:-1]) for layout, n in zip(layouts, counts, strict=True)]

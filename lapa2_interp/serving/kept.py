@@ -139,7 +139,7 @@ class KeptTexts:
             self.size -= self.texts.pop(name).size
 
 
-def _common(one: Sequence[int], other: Sequence[int]) -> int:
+def _common(first: Sequence[int], second: Sequence[int]) -> int:
     """The number of first tokens that two texts share."""
-    n = min(len(one), len(other))
-    return next((i for i in range(n) if one[i] != other[i]), n)
+    n = min(len(first), len(second))
+    return next((i for i in range(n) if first[i] != second[i]), n)

@@ -174,9 +174,9 @@ def read_request(
             404, "model", "model_not_found",
         )  # fmt: skip
     wanted = "messages" if kind == "chat" else "prompt"
-    other = "prompt" if kind == "chat" else "messages"
-    if getattr(body, wanted) is None or getattr(body, other) is not None:
-        raise ProtocolError(f"this address takes {wanted} and no {other}", 400, wanted)
+    unwanted = "prompt" if kind == "chat" else "messages"
+    if getattr(body, wanted) is None or getattr(body, unwanted) is not None:
+        raise ProtocolError(f"this address takes {wanted} and no {unwanted}", 400, wanted)
     stops = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
     if len(stops) > MOST_STOPS or not all(stops):
         raise ProtocolError(f"stop takes up to {MOST_STOPS} texts, none of them empty", 400, "stop")

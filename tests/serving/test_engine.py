@@ -6,14 +6,13 @@ import time
 import numpy as np
 import pytest
 from families import save_family
+from servers import CHAT, RULES, SYSTEM, TEMPLATE, Asker, asker, model  # noqa: F401
 
 from lapa2_interp import Augmentation, generate, load_model, teacher_forced
 from lapa2_interp.circuits.hidden_span import span_effect
 from lapa2_interp.methods.chat import chat_task
 from lapa2_interp.serving import engine as engine_module
 from lapa2_interp.serving.engine import QueueFullError
-
-from servers import CHAT, RULES, SYSTEM, TEMPLATE, Asker, asker, model  # noqa: F401
 
 LONGER = [
     SYSTEM, {"role": "user", "content": "Where is it, and who says so?"},
@@ -83,9 +82,9 @@ def chat_of(ask, alphas, words=("Why?", "And snow?", "Who says so?")):
 @pytest.mark.parametrize("alphas", [(0.7, 0.7, 0.7), (0.7, 3.0, 0.7), (0, 2.0, 0), (4.0, 0, 4.0)])
 def test_a_chat_that_is_kept_equals_the_chat_read_afresh(asker, alphas):
     """Also one whose strength changes in the middle."""
-    kept, afresh = asker(), asker(keep_bytes=0)
-    assert chat_of(kept.ask, alphas) == chat_of(afresh.ask, alphas)
-    assert kept.engine.reused > afresh.engine.reused == 0
+    keeping, afresh = asker(), asker(keep_bytes=0)
+    assert chat_of(keeping.ask, alphas) == chat_of(afresh.ask, alphas)
+    assert keeping.engine.reused > afresh.engine.reused == 0
 
 
 @pytest.mark.parametrize("phase", ["last_query", "decode", "predicting_only", "everywhere"])
@@ -117,12 +116,12 @@ def test_memory_of_kept_texts_is_bounded(asker):
 
 def test_a_stop_ends_an_answer_and_is_not_in_it(asker):
     ask = asker().ask
-    whole, _ = ask(max_tokens=20, seed=5)
-    for stop in (whole.text[3:6], whole.text[:1]):
+    longest, _ = ask(max_tokens=20, seed=5)
+    for stop in (longest.text[3:6], longest.text[:1]):
         answer, piece = ask(max_tokens=20, seed=5, stop=[stop, "never there"])
-        assert answer.text == whole.text[: whole.text.index(stop)]
+        assert answer.text == longest.text[: longest.text.index(stop)]
         assert piece.finish == "stop"
-        assert len(answer.tokens) < len(whole.tokens)
+        assert len(answer.tokens) < len(longest.tokens)
 
 
 def test_pieces_join_to_the_text(asker):
