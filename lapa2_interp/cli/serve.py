@@ -30,6 +30,7 @@ def serve(
     waiting: int = 256,
     seconds: float = 600,
     memory: float = 1.0,
+    marks: bool = False,
     dtype: DtypeOrAuto = "float32",
     device: str | None = None,
     augmentation: AugmentationOptions = AugmentationOptions(),
@@ -59,6 +60,8 @@ def serve(
         waiting: Requests that wait, at most.
         seconds: An answer ends after this time.
         memory: Gigabytes for keys and values of earlier turns.
+        marks: Read marks such as "(Never name a medicine:1.5)" in system messages: the number is a
+            factor on the odds of the attention on the marked words.
         dtype: Precision of weights and computation.
         device: cpu, cuda, cuda:1.
     """
@@ -86,7 +89,7 @@ def serve(
     augmentation.check(loaded)
     known = {path.stem: Selection.load(path) for path in cards or ()}
     rules = after_span(augmentation.build(0.0))
-    defaults = Defaults(name or model, span, rules, cards=known, longest=longest)
+    defaults = Defaults(name or model, span, rules, cards=known, longest=longest, marks=marks)
     engine = Engine(loaded, int(memory * 2**30), waiting, seconds=seconds)
     app = make_app(loaded, engine, defaults, key)
     bias = " + ".join(rule.label for rule in rules) or "no bias"

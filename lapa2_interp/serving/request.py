@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from lapa2_interp.bias.augmentation import Augmentation, active_augmentations
 from lapa2_interp.bias.find_spans import SpanFinder
 from lapa2_interp.bias.layout import Layout
+from lapa2_interp.bias.marked_text import MarkedText, marked
 from lapa2_interp.bias.recipes import resolve_recipes
 from lapa2_interp.errors import Lapa2Error
 
@@ -68,6 +69,7 @@ class Steering(BaseModel):
         heads: The name of a card that the server was given, or "all".
         top_k: How many of the likeliest tokens are kept; 0 keeps all.
         report: Give the attention on the span, and its effect, for every token of the answer.
+        marks: Read marks such as "(Never name a medicine:1.5)" in the system message.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True)
@@ -78,6 +80,7 @@ class Steering(BaseModel):
     heads: str | None = None
     top_k: Annotated[int, Field(ge=0)] | None = None
     report: bool = False
+    marks: bool | None = None
 
 
 class StreamOptions(BaseModel):
@@ -116,6 +119,7 @@ class Defaults:
         span, rules, top_k: Where a request says nothing.
         cards: Heads by name.
         longest: Tokens of an answer, at most.
+        marks: Read marks in system messages, where a request says nothing.
     """
 
     model: str
@@ -124,6 +128,7 @@ class Defaults:
     top_k: int = 0
     cards: Mapping[str, Selection] = field(default_factory=dict)
     longest: int = 1024
+    marks: bool = False
 
 
 @dataclass(frozen=True)
@@ -184,7 +189,17 @@ def read_request(
     span = body.lapa2.span or defaults.span
     try:
         if kind == "chat":
-            layout = _chat(model, _messages(body.messages or []), span, rules)
+            messages = _messages(body.messages or [])
+            marks = None
+            if defaults.marks if body.lapa2.marks is None else body.lapa2.marks:
+                messages, marks = _without_marks(messages)
+            if marks is not None:
+                _check_no_other_bias(body.lapa2)
+                ids = _chat(model, messages, "system", ()).ids
+                finder = SpanFinder(marks, "first", tokenizer=model.tokenizer)
+                layout, rules = finder.marked_layout(ids)
+            else:
+                layout = _chat(model, messages, span, rules)
         else:
             layout = _text(model, body.prompt or "", body.lapa2.span, rules)
     except Lapa2Error as error:
@@ -304,6 +319,28 @@ def _messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     if not read:
         raise ProtocolError("messages is empty", 400, "messages")
     return read
+
+
+def _without_marks(
+    messages: list[dict[str, Any]],
+) -> tuple[list[dict[str, Any]], MarkedText | None]:
+    """The messages with a plain system message, and what it marked. Only that of the system is
+    read: a user could mark, too."""
+    if messages[0]["role"] != "system":
+        return messages, None
+    text = marked(messages[0]["content"])
+    plain = [messages[0] | {"content": text.text}, *messages[1:]]
+    return plain, text if text.marks else None
+
+
+def _check_no_other_bias(steering: Steering) -> None:
+    named = [name for name in ("alpha", "augmentation", "heads", "span") if getattr(steering, name)]
+    if named:
+        raise ProtocolError(
+            f"the marks of the system message say what is strengthened and how much; leave out"
+            f" {', '.join(named)}, or marks",
+            400, "lapa2.marks",
+        )  # fmt: skip
 
 
 def _chat(

@@ -13,6 +13,7 @@ from lapa2_interp.circuits.hidden_span import span_effect
 from lapa2_interp.methods.chat import chat_task
 from lapa2_interp.serving import engine as engine_module
 from lapa2_interp.serving.engine import QueueFullError
+from lapa2_interp.serving.request import ProtocolError
 
 LONGER = [
     SYSTEM, {"role": "user", "content": "Where is it, and who says so?"},
@@ -36,6 +37,26 @@ def test_an_answer_is_that_of_generate(asker, model):
             **{"seed": 1} | settings,
         )  # fmt: skip
         assert answer.tokens == list(run.texts()["tokens"].iloc[0]), body
+
+
+def test_marks_of_the_system_message_are_read_where_they_are_asked_for(asker):
+    """They are those of the same words found in the text; a user's stay brackets."""
+    ask = asker().ask
+    marked_chat = [{"role": "system", "content": "Be (brief:5)."}, CHAT[1]]
+    plain_chat = [{"role": "system", "content": "Be brief."}, CHAT[1]]
+    settings = {"seed": 3, "max_tokens": 12}
+    answer, _ = ask(messages=marked_chat, lapa2={"marks": True}, **settings)
+    assert answer.asked.layout.ids == ask(messages=plain_chat)[0].asked.layout.ids
+    rule = {"augmentation": f"lapa2:law=scale,alpha={np.log(5)}", "span": "phrase:brief"}
+    assert answer.tokens == ask(messages=plain_chat, lapa2=rule, **settings)[0].tokens
+    assert answer.tokens != ask(messages=plain_chat, lapa2={"alpha": 0}, **settings)[0].tokens
+    by_user = [SYSTEM, {"role": "user", "content": "Be (brief:5)."}]
+    text = ask(messages=by_user, lapa2={"marks": True})[0].asked.layout.tokens
+    assert "(brief:5)" in "".join(text)
+    with pytest.raises(ProtocolError, match="leave out alpha, or marks"):
+        ask(messages=marked_chat, lapa2={"marks": True, "alpha": 1.0})
+    with pytest.raises(ProtocolError, match="the factor 0 is not a number"):
+        ask(messages=[{"role": "system", "content": "(a:0)"}, CHAT[1]], lapa2={"marks": True})
 
 
 def test_no_bias_is_another_answer(asker):
@@ -163,7 +184,7 @@ def test_a_client_that_goes_away_frees_its_place(asker):
     one.engine._draw = slow
     gone, _ = one.put(max_tokens=900)
     begun.wait(60)
-    waiting, pieces = one.put(max_tokens=2)
+    _, pieces = one.put(max_tokens=2)
     left, _ = one.put(max_tokens=900)
     left.gone.set()
     gone.gone.set()
