@@ -4,8 +4,8 @@
 
 A mark is a text in brackets with a colon and a number at its end. The number is a factor on the
 odds of the attention on the marked tokens: the bias log(factor) is added to their scores (law
-`scale`). 1 changes nothing, and a factor below 1 weakens. Brackets without a number are brackets, and a
-backslash in front of a bracket keeps one that would begin or end a mark.
+`scale`). 1 changes nothing, and a factor below 1 weakens. Brackets without a number are brackets,
+and a backslash in front of a bracket keeps one that would begin or end a mark.
 """
 
 from __future__ import annotations
