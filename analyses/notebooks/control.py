@@ -62,7 +62,7 @@ js = score.values["js"]
 early, late = js[:, :third].mean(1), js[:, -third:].mean(1)
 change = stats.paired_difference(early, contrast_set.prompts, late, contrast_set.prompts)
 print(f"js early {early.mean():.4f}, late {late.mean():.4f}")
-print(f"change {change.mean:+.4f} [{change.low:+.4f}, {change.high:+.4f}]")
+print(f"change {change.mean:.4f} [{change.low:.4f}, {change.high:.4f}]")
 
 # %% [markdown]
 # ## Who wrote the text matters
@@ -88,7 +88,7 @@ for source, scores in {"raw": score, **by_source}.items():
 # ## A measure of your own
 #
 # Any function of the logits of both branches is a measure. This one says how often the two would
-# write another token.
+# write different tokens.
 
 
 # %%

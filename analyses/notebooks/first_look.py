@@ -123,7 +123,7 @@ ranked = likely[change[likely].argsort()]
 print(f"head {layer}.{head} blocked: KL divergence {(before.exp() * -change).sum():.4f} nats")
 for title, tokens in (("less likely", ranked[:8]), ("more likely", ranked.flip(0)[:8])):
     print(f"{title}: ", end="")
-    print(", ".join(f"{model.tokenizer.decode([i])!r} {change[i]:+.2f}" for i in tokens.tolist()))
+    print(", ".join(f"{model.tokenizer.decode([i])!r} {change[i]:.2f}" for i in tokens.tolist()))
 
 # %% [markdown]
 # ## A system prompt that fades

@@ -8,8 +8,8 @@
 # **Running time:** about two minutes on two CPU cores, with SmolLM2-135M.
 #
 # *Control* is how far the predictions after opposite prefixes are apart. All ways to steer read the
-# same texts. How texts that are written freely compare is the question of the study of steering,
-# which also has the rivals of this way, such as activation addition.
+# same texts. The study of steering compares texts that are written freely. The study of rivals has
+# other ways to steer, such as activation addition.
 
 # %%
 import os
@@ -60,8 +60,8 @@ print("against:", " ".join(f"{layer}.{head}" for layer, head in chosen.suppresso
 # ## Control and cost, on the other prompts
 #
 # `js` counts every difference of the two predictions. `lex` counts only what makes the words of the
-# own attribute more probable. `cost` is a perplexity: that of the texts under the mean of both
-# predictions, as a multiple of its value without a bias. Both numbers grow with the bias, so
+# own attribute more probable. `cost` is the perplexity of the texts under the mean of both
+# predictions. It is a multiple of its value without a bias. Both numbers grow with the bias, so
 # compare the ways where their costs are alike. Intervals are 95 % intervals over prompts.
 
 # %%
@@ -97,21 +97,21 @@ for way, rules in ways.items():
             stats.paired_difference(base[name], held_out.prompts, now[name], held_out.prompts)
             for name in ("js", "lex")
         ]
-        intervals = (f"{gain.mean:+.3f} [{gain.low:+.3f}, {gain.high:+.3f}]" for gain in gains)
+        intervals = (f"{gain.mean:.3f} [{gain.low:.3f}, {gain.high:.3f}]" for gain in gains)
         alpha = rule.alpha if rule else 0
         print(f"{way:>13}, alpha {alpha:.1f}: cost {cost:.2f}, gain of js and lex", *intervals)
 
 # %% [markdown]
 # ## Was it worth choosing?
 #
-# The chosen heads against as many random ones, with the same bias. A dozen prompts can show large
-# differences only.
+# We compare the chosen heads with as many random ones, with the same bias. A dozen prompts can show
+# only large differences.
 
 # %%
 mine, others = results["chosen heads", 1.0], results["random heads", 1.0]
 for metric in ("js", "lex"):
     gap = stats.paired_difference(others[metric], held_out.prompts, mine[metric], held_out.prompts)
-    print(f"{metric}: chosen - random {gap.mean:+.4f} [{gap.low:+.4f}, {gap.high:+.4f}]")
+    print(f"{metric}: chosen - random {gap.mean:.4f} [{gap.low:.4f}, {gap.high:.4f}]")
 
 # %% [markdown]
 # ## A model whose answer is known

@@ -42,7 +42,7 @@ print(f"{best['layer']:.0f}.{best['head']:.0f} promotes {promoted}\n     demotes
 # ## Eight prompts: the sum, part by part
 #
 # All parts of all heads, together with the MLPs and the embedding, sum to the logit difference
-# itself. The last of the checks below holds this.
+# itself. The last of the checks below tests this.
 
 # %%
 prompts = methods.load_task("sentiment").prompts.texts[:8]
@@ -78,7 +78,7 @@ exact = circuits.knock_out(
     other_metrics=(),
 )
 for unit, effect, direct in zip(exact.units, exact.values.mean(0), heads["direct"], strict=True):
-    print(f"{unit.name:>6}: direct {direct:+.4f}, lost without it {effect:+.4f}")
+    print(f"{unit.name:>6}: direct {direct:.4f}, lost without it {effect:.4f}")
 
 # %% [markdown]
 # ## A model whose answer is known
