@@ -1,9 +1,12 @@
 """A server of a tiny model with a chat template."""
 
+import json
 import queue
 import socket
 import threading
 import time
+import urllib.error
+import urllib.request
 
 import pytest
 import uvicorn
@@ -20,6 +23,7 @@ TEMPLATE = (
 )
 SYSTEM = {"role": "system", "content": "Be brief."}
 CHAT = [SYSTEM, {"role": "user", "content": "Why?"}]
+SETTINGS = {"model": "tiny", "messages": CHAT, "max_tokens": 6, "seed": 1, "temperature": 0}
 RULES = after_span([Augmentation(alpha=0.7)])
 
 
@@ -95,3 +99,16 @@ def served(model):
         server.should_exit = True
         thread.join(60)
         assert not thread.is_alive()
+
+
+def post(address, data, headers=()):
+    """Status and JSON of a plain request."""
+    body = data if isinstance(data, bytes) else json.dumps(data).encode()
+    request = urllib.request.Request(
+        f"{address}/chat/completions", body, {"content-type": "application/json", **dict(headers)}
+    )
+    try:
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return answer.status, json.load(answer)
+    except urllib.error.HTTPError as error:
+        return error.code, json.load(error)

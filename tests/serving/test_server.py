@@ -1,42 +1,24 @@
 """The server over its socket: OpenAI's own client, plain requests, and what is refused."""
 
-import json
 import signal
 import subprocess
 import sys
 import threading
 import time
-import urllib.error
-import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 
 import openai
 import pytest
-from servers import CHAT, RULES, model, served  # noqa: F401
+from servers import CHAT, RULES, SETTINGS, model, post, served  # noqa: F401
 
 from lapa2_interp import generate
 from lapa2_interp.cli.app import main
 from lapa2_interp.cli.serve import is_own_machine
 from lapa2_interp.methods.chat import chat_task
 
-SETTINGS = {"model": "tiny", "messages": CHAT, "max_tokens": 6, "seed": 1, "temperature": 0}
-
 
 def client_of(address, key="none"):
     return openai.OpenAI(base_url=address, api_key=key, max_retries=0, timeout=60)
-
-
-def post(address, data, headers=()):
-    """Status and JSON of a plain request."""
-    body = data if isinstance(data, bytes) else json.dumps(data).encode()
-    request = urllib.request.Request(
-        f"{address}/chat/completions", body, {"content-type": "application/json", **dict(headers)}
-    )
-    try:
-        with urllib.request.urlopen(request, timeout=60) as answer:
-            return answer.status, json.load(answer)
-    except urllib.error.HTTPError as error:
-        return error.code, json.load(error)
 
 
 @pytest.fixture
