@@ -171,9 +171,10 @@ class Engine:
 
     def _next_batch(self) -> list[Answer]:
         """Requests from the front of the queue that can share a batch: those whose cache works in
-        one way, as many as memory allows."""
+        one way, as many as memory allows, and as long as the longest text with the longest answer
+        has room in the context, since all rows go on to the last step."""
         batch: list[Answer] = []
-        longest = 0
+        widest = steps = 0
         with self.changed:
             while self.waiting and len(batch) < self.most_rows:
                 answer = self.waiting[0]
@@ -181,8 +182,10 @@ class Engine:
                 if answer.gone.is_set():
                     self.waiting.popleft()
                     continue
-                longest = max(longest, len(asked.layout) + asked.longest)
-                fits = len(batch) < rows_in_memory(self.model, longest, 1)
+                widest = max(widest, len(asked.layout.ids))
+                steps = max(steps, asked.longest)
+                fits = widest + steps <= self.model.cfg.n_ctx
+                fits &= len(batch) < rows_in_memory(self.model, widest + steps, 1)
                 if batch and not (fits and _kind(asked) == _kind(batch[0].asked) == "alike"):
                     break
                 batch.append(self.waiting.popleft())

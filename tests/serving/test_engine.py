@@ -89,6 +89,19 @@ def test_requests_of_a_batch_are_answered_as_alone(asker):
     assert sizes == [len(bodies)]
 
 
+def test_a_long_text_does_not_drive_others_over_the_context(asker, model):
+    """All rows of a batch go on to its last step, so such requests are answered one after another."""
+    n_ctx = model.cfg.n_ctx
+    one = asker(keep_bytes=0)
+    long_chat = [SYSTEM, {"role": "user", "content": "a" * (n_ctx - 60)}]
+    with one.engine.changed:
+        answers = [one.put(messages=long_chat, max_tokens=4), one.put(max_tokens=120)]
+    for _, queue in answers:
+        while (piece := queue.get(timeout=120)).finish is None:
+            assert piece.error is None, piece.error
+    assert [len(answer.tokens) for answer, _ in answers] == [4, 120]
+
+
 def chat_of(ask, alphas, words=("Why?", "And snow?", "Who says so?")):
     """The tokens of the answers of a chat whose strength is another at each turn."""
     messages, tokens = [SYSTEM], []
