@@ -94,12 +94,15 @@ def test_a_long_text_does_not_drive_others_over_the_context(asker, model):
     n_ctx = model.cfg.n_ctx
     one = asker(keep_bytes=0)
     long_chat = [SYSTEM, {"role": "user", "content": "a" * (n_ctx - 60)}]
+    bodies = [{"messages": long_chat, "max_tokens": 4}, {"max_tokens": 120}]
+    alone = [one.ask(**body)[0].tokens for body in bodies]
     with one.engine.changed:
-        answers = [one.put(messages=long_chat, max_tokens=4), one.put(max_tokens=120)]
+        answers = [one.put(**body) for body in bodies]
     for _, queue in answers:
         while (piece := queue.get(timeout=120)).finish is None:
             assert piece.error is None, piece.error
-    assert [len(answer.tokens) for answer, _ in answers] == [4, 120]
+    assert [answer.tokens for answer, _ in answers] == alone
+    assert len(alone[1]) > 60
 
 
 def chat_of(ask, alphas, words=("Why?", "And snow?", "Who says so?")):
