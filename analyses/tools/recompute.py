@@ -517,6 +517,59 @@ def heads() -> Iterator[Whole]:
             )
 
 
+def detoxification() -> Iterator[Whole]:
+    """The raw model beside three methods: all arms, and all differences."""
+
+    def arms() -> pd.DataFrame:
+        return pd.DataFrame(
+            {"method": method, "arm": arm, "scorer": scorer, "texts": len(own)}
+            | {"prompts": own["prompt"].nunique()}
+            | named(mean(own[scorer], own["prompt"]), "mean", "low", "high")
+            for scorer in ("adapter", "linear")
+            for (method, arm), own in rows("detoxification/texts.parquet").groupby(
+                ["method", "arm"]
+            )
+        )
+
+    def differences() -> pd.DataFrame:
+        texts = rows("detoxification/texts.parquet").assign(attribute="nontoxic")
+        texts["arm"] = texts["method"] + ", " + texts["arm"]
+        alphas = {"negprompt": "alpha 1", "preadd": "alpha 2", "palette": "alpha 2"}
+        pairs = [
+            *(("raw", name, arm, "raw model")
+              for name, alpha in alphas.items() for arm in ("no bias", alpha)),
+            *(("bias", name, alpha, "no bias") for name, alpha in alphas.items()),
+            *(("alpha", "negprompt", arm, "alpha 1")
+              for arm in ("no bias", "alpha 0.5", "alpha 2")),
+        ]  # fmt: skip
+        made = pd.DataFrame(
+            {"family": family, "method": method, "arm": arm, "scorer": scorer, "against": against}
+            | named(
+                difference(
+                    cells,
+                    f"{method}, {arm}",
+                    "none, no bias" if against == "raw model" else f"{method}, {against}",
+                ),
+                "mean",
+                "low",
+                "high",
+                "p",
+            )  # fmt: skip
+            for scorer in ("adapter", "linear")
+            for cells in [by_arm(texts, scorer)]
+            for family, method, arm, against in pairs
+        )
+        made["p_holm"] = made.groupby(["family", "scorer"])["p"].transform(
+            lambda p: holm(p.tolist())
+        )
+        return made
+
+    yield Whole("detoxification/arms.csv", ["method", "arm", "scorer"], arms)
+    yield Whole(
+        "detoxification/differences.csv", ["family", "method", "arm", "scorer"], differences
+    )
+
+
 RIVALS = {
     "": "sentiment",
     "again": "sentiment, other prompts",
@@ -1131,6 +1184,7 @@ GROUPS: dict[str, Callable[[], Iterator[Item]]] = {
     for group in (
         steering,
         heads,
+        detoxification,
         rivals,
         instructions,
         fade,
