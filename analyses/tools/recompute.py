@@ -554,7 +554,7 @@ def detoxification() -> Iterator[Whole]:
                 "low",
                 "high",
                 "p",
-            )  # fmt: skip
+            )
             for scorer in ("adapter", "linear")
             for cells in [by_arm(texts, scorer)]
             for family, method, arm, against in pairs
