@@ -29,10 +29,9 @@ def test_a_factor_is_on_the_odds_of_its_mark(model):
     """Of one mark exactly; the first layer's scores have no other bias."""
     read = marked("You are brief. (Never name it:3) And so on.")
     ids = Layout.of(model.tokenizer, None, read.text).ids
-    finder = augmented(model, None, find=read, tokenizer=model.tokenizer)
-    with finder as found:
+    with augmented(model, None, find=read, tokenizer=model.tokenizer) as finder:
         model(torch.tensor([ids]))
-        layout, rules = found.marked_layout(ids)
+        layout, rules = finder.marked_layout(ids)
     slots = list(range(layout.prefix.start, layout.prefix.stop))
     text = model.tokenizer.decode([ids[slot] for slot in slots])
     assert text.strip() == "Never name it"
@@ -46,9 +45,9 @@ def test_several_marks_are_several_biases(model):
     """The same as biases of these marks one by one, given by layouts."""
     read = marked(TEXT)
     ids = Layout.of(model.tokenizer, None, read.text).ids
-    with augmented(model, None, find=read, tokenizer=model.tokenizer) as found:
+    with augmented(model, None, find=read, tokenizer=model.tokenizer) as finder:
         steered = model(torch.tensor([ids]))
-        layout, rules = found.marked_layout(ids)
+        layout, rules = finder.marked_layout(ids)
     assert [round(float(np.exp(rule.alpha)), 9) for rule in rules] == [3.0, 0.5]
     with augmented(model, tuple(rules), layout):
         by_layout = model(torch.tensor([ids]))
@@ -74,6 +73,6 @@ def test_a_marked_text_takes_no_augmentation_and_must_be_there(model):
     block = augmented(model, None, find=read, tokenizer=model.tokenizer)
     with block, pytest.raises(LayoutError, match=r"row 0 does not have 'Be kind\.'"):
         model(torch.tensor([ids]))
-    with augmented(model, None, find=read, tokenizer=model.tokenizer, absent="leave") as found:
+    with augmented(model, None, find=read, tokenizer=model.tokenizer, absent="leave") as finder:
         model(torch.tensor([ids]))
-    assert (found.rows, found.left) == (1, 1)
+    assert (finder.rows, finder.left) == (1, 1)
