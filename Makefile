@@ -67,7 +67,7 @@ test-hooked: $(HOOKED)
 	.venv-hooked/bin/python -m pytest -m "not slow and not drill" $(PARALLEL) tests
 # What drives a model of ours: lm-eval, Inspect (which leaves streams open).
 test-harness: $(HARNESS)
-	.venv-harness/bin/python -m pytest -W ignore::ResourceWarning tests/attention/test_lm_eval.py tests/generation/test_inspect_provider.py
+	.venv-harness/bin/python -m pytest -W ignore::ResourceWarning tests/attention/test_lm_eval.py tests/generation/test_inspect_provider.py tests/serving/test_harnesses.py
 # Harm that is done to commands on purpose, and a table of what came of it (docs/reliability.md): up to 8 minutes.
 DRILLED ?= tests/faults
 drills: $(DEV)

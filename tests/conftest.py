@@ -68,6 +68,7 @@ class: the rest would run the same code again."""
 NEEDED = {
     "attention/test_lm_eval.py": "lm_eval",
     "generation/test_inspect_provider.py": "inspect_ai",
+    "serving/test_harnesses.py": "lm_eval",
 }
 """Tests of what an extra brings, and its module: `make test-harness` has the extras."""
 LACKING = [file for file, module in NEEDED.items() if find_spec(module) is None]

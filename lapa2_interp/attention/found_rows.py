@@ -72,6 +72,13 @@ class FoundRows:
             )
         self.model, self.finder, self.capped = model, finder, capped
         self.rules = _rules_to_find(augmentation)
+        if finder.marked is not None:
+            if self.rules:
+                raise AugmentationError(
+                    "a marked text says how strong each of its marks is; give no augmentation with"
+                    " it, or find the text without marks"
+                )
+            self.rules = finder.marked.rules
         self.sample = GuardedRows(model, [self.rules], [SAMPLE], capped=capped)
         self.padding_problem = None
         if facts.backend == "plain" and not has_open_block(model):
@@ -181,9 +188,13 @@ class FoundRows:
                 )
             text = tuple(tokens[pad : pad + length])
             same = known.setdefault((text, pad), row)
-            layout, positions = self.finder.layout(text, pad, row)
+            if self.finder.marked is not None:
+                layout, of_row = self.finder.marked_layout(text, pad, row)
+            else:
+                layout, positions = self.finder.layout(text, pad, row)
+                of_row = _rules_on(self.rules, positions)
             layouts.append(layout if same == row else layouts[same])
-            rules.append(_rules_on(self.rules, positions) if same == row else rules[same])
+            rules.append(of_row if same == row else rules[same])
         if self.padding_problem and any(pads):
             raise LayoutError(f"{self.padding_problem}; read rows of one length together")
         return GuardedRows(self.model, rules, layouts, capped=self.capped, live=live)

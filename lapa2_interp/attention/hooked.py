@@ -40,6 +40,7 @@ from lapa2_interp.attention.guard import (
 from lapa2_interp.bias.augmentation import Augmentation, AugmentationLike
 from lapa2_interp.bias.find_spans import Absent, Occurrence, SpanFinder, Target
 from lapa2_interp.bias.layout import Layout
+from lapa2_interp.bias.marked_text import MarkedText
 from lapa2_interp.errors import DeadHookError, LayoutError
 from lapa2_interp.models.attention_interface import AttentionHooks, hook_attention
 from lapa2_interp.models.blocks import attach_hooks
@@ -80,7 +81,7 @@ def augmented(
     observer: Observer | None = None,
     check_ids: bool = True,
     *,
-    find: Target | Sequence[Target] | None = None,
+    find: Target | Sequence[Target] | MarkedText | None = None,
     occurrence: Occurrence = "only",
     absent: Absent = "refuse",
     tokenizer: Any = None,
@@ -131,7 +132,8 @@ def augmented(
             layouts only give the spans.
         find: In place of layouts: a text, token ids, a function of a row's ids that returns (start,
             stop), or a list of these, which are one span together. A text takes all tokens that
-            have a letter of it.
+            have a letter of it. Or a text with marks (`bias.marked_text.marked`), which say how
+            strong each is; the augmentation is then None.
         occurrence: The occurrence in a row that counts: "first", "last", or "only", which refuses
             rows with several.
         absent: "refuse" rows without the span, or "leave" them alone and count them.

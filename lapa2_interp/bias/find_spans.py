@@ -11,7 +11,9 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, get_args
 
+from lapa2_interp.bias.augmentation import Augmentation, active_augmentations
 from lapa2_interp.bias.layout import Layout, Span
+from lapa2_interp.bias.marked_text import MarkedText
 from lapa2_interp.bias.text_start import n_start_tokens
 from lapa2_interp.bias.tokens import decode_tokens, require_tokenizer
 from lapa2_interp.errors import LayoutError, pluralize, unknown_choice
@@ -30,7 +32,7 @@ class SpanFinder:
     """Finds the span of each row, and counts rows.
 
     Args:
-        find: A target, or several as a list; a row must have each.
+        find: A target, or several as a list; a row must have each. Or a marked text.
         occurrence: The occurrence of a text or of ids that counts; "only" refuses rows with more.
         absent: "refuse" rows without a target, or "leave" them without a span.
         tokenizer: The model's; texts need it.
@@ -45,7 +47,7 @@ class SpanFinder:
 
     def __init__(
         self,
-        find: Target | Sequence[Target],
+        find: Target | Sequence[Target] | MarkedText,
         occurrence: Occurrence = "only",
         absent: Absent = "refuse",
         tokenizer: Any = None,
@@ -56,6 +58,9 @@ class SpanFinder:
         ):
             if choice not in allowed:
                 raise LayoutError(unknown_choice(name, choice, allowed))
+        self.marked = find if isinstance(find, MarkedText) else None
+        if isinstance(find, MarkedText):
+            find = find.text
         several = not _is_target(find) and isinstance(find, Sequence)
         self.targets: list[Any] = list(find) if several else [find]  # type: ignore[arg-type]
         if not self.targets or not all(map(_is_target, self.targets)):
@@ -101,10 +106,15 @@ class SpanFinder:
             if not callable(target):
                 spans = spans[-1:] if self.occurrence == "last" else spans[:1]
             slots.update(slot for span in spans for slot in range(*span))
+        layout = self._layout_of(slots, ids, pad)
+        return layout, tuple(slot - min(slots) for slot in sorted(slots))
+
+    def _layout_of(self, slots: set[int], ids: Ids, pad: int) -> Layout:
+        """The layout of a row with these tokens in its span."""
         front = n_start_tokens(self.tokenizer, ids)
         start, stop = (min(slots), max(slots) + 1) if slots else (front, front)
         n_bos = min(start, front)
-        layout = Layout(
+        return Layout(
             ids=ids,
             tokens=(),
             n_bos=n_bos,
@@ -114,7 +124,43 @@ class SpanFinder:
             pad=pad,
             n_before=start - n_bos if slots else 0,
         )
-        return layout, tuple(slot - start for slot in sorted(slots))
+
+    def marked_layout(
+        self, ids: Ids, pad: int = 0, row: int = 0
+    ) -> tuple[Layout, tuple[Augmentation, ...]]:
+        """The layout of a row with the marked text, and the bias of each mark on its tokens.
+
+        The prefix goes from the first token of the first mark to the last of the last. The bias
+        acts at every query after it. Without a mark there is no prefix, and no bias.
+
+        Raises:
+            LayoutError: The text is not in the row, or more than once where it should be there
+                once.
+        """
+        text = self.marked
+        assert text is not None
+        parts = [(mark.start, mark.stop) for mark in text.marks]
+        spans = self._spans_of_text(text.text, ids, parts) if parts else []
+        n_found = len(spans) // max(1, len(parts))
+        if parts and not n_found and self.absent == "leave":
+            self.rows, self.left = self.rows + 1, self.left + 1
+            parts = []
+        if parts and (not n_found or (n_found > 1 and self.occurrence == "only")):
+            raise LayoutError(
+                self._problem(text.text, self._spans_of_text(text.text, ids), ids, row)
+            )
+        first = len(spans) - len(parts) if self.occurrence == "last" else 0
+        spans = spans[first : first + len(parts)]
+        slots = {slot for span in spans for slot in range(*span)}
+        layout = self._layout_of(slots, ids, pad)
+        start = min(slots, default=0)
+        rules = tuple(
+            rule.model_copy(
+                update={"span": ("prefix", tuple(range(span.start - start, span.stop - start)))}
+            )
+            for rule, span in zip(text.rules, spans, strict=False)
+        )
+        return layout, active_augmentations(rules)
 
     def _spans(self, target: Any, ids: Ids, row: int) -> list[Span]:
         """All occurrences of a target in a row."""
@@ -139,8 +185,11 @@ class SpanFinder:
                 )
         return [Span(*pair) for pair in pairs]
 
-    def _spans_of_text(self, text: str, ids: Ids) -> list[Span]:
-        """The tokens of all occurrences of a text."""
+    def _spans_of_text(
+        self, text: str, ids: Ids, parts: Sequence[tuple[int, int]] = ()
+    ) -> list[Span]:
+        """The tokens of all occurrences of a text, or of parts of it (their letters), one part
+        after the other."""
         joined = self._text(ids)
 
         def ends_after(n: int) -> Callable[[int], bool]:
@@ -153,9 +202,9 @@ class SpanFinder:
 
         spans, at, counts = [], joined.find(text), range(len(ids) + 1)
         while at >= 0:
-            stop = at + len(text)
-            begin = bisect_left(counts, True, key=ends_after(at)) - 1
-            spans.append(Span(begin, bisect_left(counts, True, key=has_all(stop))))
+            for start, stop in parts or ((0, len(text)),):
+                begin = bisect_left(counts, True, key=ends_after(at + start)) - 1
+                spans.append(Span(begin, bisect_left(counts, True, key=has_all(at + stop))))
             at = joined.find(text, at + 1)
         return spans
 

@@ -50,6 +50,9 @@ COMMANDS = {
         "chat:chat": (
             "Chat with a model and see its system message fade, or continue a chat of a file."
         ),
+        "serve:serve": (
+            "Serve a model by OpenAI's protocol, its answers steered to the system message."
+        ),
         "generate:trace": (
             "Read the attention a run recorded: the prefix against step, its decay fit, and the"
             " top heads."

@@ -45,6 +45,8 @@ def keep_top_k(log_weights: Float[Tensor, "sample vocab"], k: int) -> Int[Tensor
     """Ids of the k largest log-weights of each sample, ascending; ties at rank k go to the smaller
     id."""
     k = min(k, log_weights.shape[1])
+    if k == log_weights.shape[1]:
+        return torch.arange(k, device=log_weights.device).expand_as(log_weights)
     ranked, ids = log_weights.topk(min(k + 1, log_weights.shape[1]), dim=1)  # sample rank
     if ranked.shape[1] > k:
         ids = ids[:, :k]

@@ -1,0 +1,130 @@
+"""Text in which parts are marked with the strength of the attention on them.
+
+    You are a doctor. (Never name a medicine:1.5)
+
+A mark is a text in brackets with a colon and a number at its end. The number is a factor on the
+odds of the attention on the marked tokens: the bias log(factor) is added to their scores (law
+`scale`). 1 changes nothing, and a factor below 1 weakens. Brackets without a number are brackets,
+and a backslash in front of a bracket keeps one that would begin or end a mark.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+
+from lapa2_interp.bias.augmentation import Augmentation
+from lapa2_interp.errors import LayoutError
+
+NUMBER = r"[+-]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d+)?"
+MARK = re.compile(rf":\s*({NUMBER})\s*\Z")
+MOST_FACTOR = 1e6
+"""The largest factor, and one over the smallest."""
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A marked part of a plain text.
+
+    Attributes:
+        start, stop: Its letters in the plain text.
+        factor: On the odds of the attention on it.
+    """
+
+    start: int
+    stop: int
+    factor: float
+
+    @property
+    def bias(self) -> float:
+        """What is added to the scores of its keys."""
+        return math.log(self.factor)
+
+
+@dataclass(frozen=True)
+class MarkedText:
+    """A plain text and its marks.
+
+    Attributes:
+        text: Without marks and backslashes.
+        marks: In the order of the text; they do not overlap.
+    """
+
+    text: str
+    marks: tuple[Mark, ...]
+
+    @property
+    def rules(self) -> tuple[Augmentation, ...]:
+        """The bias of each mark, at every query after the last of them."""
+        return tuple(
+            Augmentation(law="scale", alpha=mark.bias, phase="after_span") for mark in self.marks
+        )
+
+
+def marked(text: str) -> MarkedText:
+    """Read the marks of a text.
+
+    Example:
+        >>> from lapa2_interp.bias.marked_text import marked
+        >>> read = marked("You are a doctor. (Never name a medicine:1.5)")
+        >>> read.text
+        'You are a doctor. Never name a medicine'
+        >>> [(read.text[mark.start : mark.stop], mark.factor) for mark in read.marks]
+        [('Never name a medicine', 1.5)]
+
+    Raises:
+        LayoutError: A mark is inside another or empty, or its factor is not a number above 0, at
+            most 1,000,000 and at least one over that; the message shows the place.
+    """
+    plain: list[str] = []
+    opened: list[int] = []  # where brackets that are open stand in the plain text
+    has_mark: list[bool] = []  # if there is a mark inside them
+    marks: list[Mark] = []
+    position = 0
+    while position < len(text):
+        letter = text[position]
+        if letter == "\\" and text[position + 1 : position + 2] in ("(", ")", "\\"):
+            plain.append(text[position + 1])
+            position += 2
+            continue
+        position += 1
+        if letter == "(":
+            opened.append(len(plain))
+            has_mark.append(False)
+            plain.append(letter)
+        elif letter == ")" and opened:
+            start, inside_mark = opened.pop(), has_mark.pop()
+            content = "".join(plain[start + 1 :])
+            match = MARK.search(content)
+            if match is None:
+                plain.append(letter)
+                if has_mark:
+                    has_mark[-1] |= inside_mark
+                continue
+            words = content[: match.start()]
+            factor = float(match[1])
+            if inside_mark:
+                raise _problem(
+                    text, position, "a mark stands inside a mark; marks cannot be nested"
+                )
+            if not words.strip():
+                raise _problem(text, position, "a mark has no text in front of its number")
+            if not 1 / MOST_FACTOR <= factor <= MOST_FACTOR:
+                allowed = f"a number from {1 / MOST_FACTOR:g} to {MOST_FACTOR:,.0f}"
+                raise _problem(text, position, f"the factor {match[1]} is not {allowed}")
+            plain[start:] = list(words)
+            marks.append(Mark(start, start + len(words), factor))
+            if has_mark:
+                has_mark[-1] = True
+        else:
+            plain.append(letter)
+    return MarkedText("".join(plain), tuple(marks))
+
+
+def _problem(text: str, stop: int, what: str) -> LayoutError:
+    begin = max(0, stop - 40)
+    return LayoutError(
+        f"{what}: {'...' * (begin > 0)}{text[begin:stop]!r} in letter {stop}; write \\( and \\) for"
+        " brackets that are no marks"
+    )
