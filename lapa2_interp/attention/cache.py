@@ -357,6 +357,39 @@ class BridgeRows(CachedRows):
         self.positions = torch.tensor(bos_positions(layouts, prefixes), device=device)[:, None]
         self._open(layouts, prefixes)
 
+    def start_after_keys(
+        self,
+        layouts: Sequence[Layout],
+        keys: Sequence[Float[Tensor, "layer kv_head token d_head"]],
+        values: Sequence[Float[Tensor, "layer kv_head token d_head"]],
+        capacity: int,
+    ) -> None:
+        """Start with keys and values of the first tokens of each row's text, left-padded, so that
+        `read_tokens` goes on behind them.
+
+        Args:
+            layouts: The texts.
+            keys, values: By row; a row may begin with no token.
+            capacity: Slots that the rows have room for.
+        """
+        device, n_rows = self.model.cfg.device, len(layouts)
+        self.positions = torch.tensor([[one.shape[2]] for one in keys], device=device)
+        width = int(self.positions.max())
+        live = (torch.arange(width, device=device) >= width - self.positions).long()
+        self.mask = torch.cat([live, live.new_ones(n_rows, capacity - width)], dim=1)
+        self.layouts = layouts
+        self._open(layouts, None)
+        for i, layer in enumerate(self.cache.layers):
+            layer.capacity = capacity
+            layer.lazy_initialization(
+                *(numbers[0][None, i].expand(n_rows, -1, -1, -1) for numbers in (keys, values))
+            )
+            for buffer, numbers in ((layer.keys, keys), (layer.values, values)):
+                buffer[:, :, :width] = 0  # padding
+                for row, of_row in enumerate(numbers):
+                    buffer[row, :, width - of_row.shape[2] : width] = of_row[i]
+            layer.used = width
+
     def _open(
         self, layouts: Sequence[Layout], prefixes: Sequence[SoftPrefix | None] | None
     ) -> None:

@@ -37,7 +37,11 @@ from tqdm import tqdm
 from lapa2_interp.attention.cache import CachedRows, RereadRows, WrappedRows, new_rows
 from lapa2_interp.attention.hooked import augmented
 from lapa2_interp.attention.trace import TracedTexts, concat_traces, join_traces
-from lapa2_interp.bias.augmentation import Augmentations, active_augmentations
+from lapa2_interp.bias.augmentation import (
+    AugmentationLike,
+    Augmentations,
+    active_augmentations,
+)
 from lapa2_interp.bias.chat_template import check_text_of_answers
 from lapa2_interp.bias.layout import Layout
 from lapa2_interp.bias.tokens import decode_tokens, tokens_from
@@ -206,6 +210,41 @@ def _next_turns(
     ]
 
 
+def slots_to_read(layouts: Sequence[Layout], n_cached: Sequence[int]) -> int:
+    """The slots that `read_behind` fills."""
+    n_new = (len(one.ids) - 1 - n for one, n in zip(layouts, n_cached, strict=True))
+    return max(n_cached) + max(n_new)
+
+
+def read_behind(
+    model: Model,
+    rows: CachedRows | RereadRows,
+    rules: Sequence[AugmentationLike],
+    layouts: Sequence[Layout],
+    n_cached: Sequence[int],
+) -> None:
+    """Read what follows the cached tokens of each text, but for its last token (steps 2 and 3 of
+    the module). All rows then end at one slot.
+
+    Args:
+        rows: Left-padded, with room for `slots_to_read`.
+        rules: The augmentations of each row.
+        layouts: The text of each row.
+        n_cached: The number of its first tokens that are in the cache.
+    """
+    width, n_new = max(n_cached), slots_to_read(layouts, n_cached) - max(n_cached)
+    if n_new:
+        # Rows that read fewer tokens repeat their last one.
+        tokens = [
+            [*one.ids[n:-1], *[one.ids[-1]] * (n_new - (len(one.ids) - 1 - n))]
+            for one, n in zip(layouts, n_cached, strict=True)
+        ]
+        begun = [replace(one, pad=width - n) for one, n in zip(layouts, n_cached, strict=True)]
+        with augmented(model, list(rules), begun):
+            rows.read_tokens(torch.tensor(tokens, device=model.cfg.device))
+    rows.pack([one.ids[:-1] for one in layouts], max(len(one.ids) for one in layouts))
+
+
 class KeptRows(WrappedRows):
     """Rows whose texts go on after their last step; row = branch x chat.
 
@@ -233,25 +272,15 @@ class KeptRows(WrappedRows):
         turns = [turn for _ in self.augmentations for turn in chats]
         rules = [of for of in self.augmentations for _ in chats]
         layouts = [turn.layout for turn in turns]
-        # Steps 1 and 2: pack, and read.
-        new = [list(turn.layout.ids[turn.n_cached : -1]) for turn in turns]
-        n_new, width = max(map(len, new)), max(turn.n_cached for turn in turns)
-        if width + n_new > self.model.cfg.n_ctx:
+        n_cached = [turn.n_cached for turn in turns]
+        n_slots = slots_to_read(layouts, n_cached)
+        if n_slots > self.model.cfg.n_ctx:
             raise LayoutError(
-                f"a batch of chats reads up to {width + n_new} tokens, more than the context of"
+                f"a batch of chats reads up to {n_slots} tokens, more than the context of"
                 f" {self.model.cfg.n_ctx}; give a smaller {parameter('max_rows')}"
             )
-        self.rows.pack([turn.layout.ids[: turn.n_cached] for turn in turns], width + n_new)
-        tokens = [
-            ids + [turn.layout.ids[-1]] * (n_new - len(ids))
-            for ids, turn in zip(new, turns, strict=True)
-        ]
-        packed = [replace(turn.layout, pad=width - turn.n_cached) for turn in turns]
-        if n_new:
-            with augmented(self.model, rules, packed):
-                self.rows.read_tokens(torch.tensor(tokens, device=self.model.cfg.device))
-        # Step 3: pack again.
-        self.rows.pack([layout.ids[:-1] for layout in layouts], max(map(len, layouts)))
+        self.rows.pack([turn.layout.ids[: turn.n_cached] for turn in turns], n_slots)
+        read_behind(self.model, self.rows, rules, layouts, n_cached)
         self.has_read = True
         return [turn.layout for turn in chats]
 

@@ -7,17 +7,21 @@ For a batch of requests:
 2. each step draws a token for every answer that goes on, and gives its text away;
 3. the keys of every text are kept for the next turn.
 
-A row's tokens do not depend on who else is in the batch: random numbers come from the request's
-seed and text, and the bias from the row's own layout.
+A row's tokens do not depend on who else is in the batch, but for rounding: random numbers come from
+the request's seed and text, the bias from the row's own layout, and the attention goes one way for
+the whole life of the server. The steps are a loop of their own beside `generation.loop`, which
+writes a batch of one cell: here every row has its own temperature, length and stops, gives away
+each token at once, and may be left by its client.
 """
 
 from __future__ import annotations
 
 import threading
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
@@ -25,20 +29,19 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lapa2_interp.attention.cache import BridgeRows, CachedRows, new_rows, rows_in_memory
-from lapa2_interp.attention.cached_heads import SlotLayer
+from lapa2_interp.attention.cache import BridgeRows, Rows, new_rows, rows_in_memory
 from lapa2_interp.attention.hooked import augmented
-from lapa2_interp.bias.augmentation import Augmentation
-from lapa2_interp.bias.layout import Layout
+from lapa2_interp.bias.layout import Layout, left_pad
 from lapa2_interp.bias.tokens import decode_answer, decode_continuation
 from lapa2_interp.circuits.hidden_span import span_effect
 from lapa2_interp.errors import Lapa2Error
 from lapa2_interp.generation.arrange import chat_stream
 from lapa2_interp.generation.sampling import NOTHING, draw, uniforms
 from lapa2_interp.generation.teacher_forcing import teacher_forced
+from lapa2_interp.generation.turns import read_behind, slots_to_read
 from lapa2_interp.models.card import identify
-from lapa2_interp.models.facts import Model, facts_of
-from lapa2_interp.serving.kept import KeptText, KeptTexts
+from lapa2_interp.models.facts import Model, decided_path, facts_of
+from lapa2_interp.serving.kept import KeptTexts, take_up
 from lapa2_interp.serving.request import Asked
 
 Finish = Literal["stop", "length"]
@@ -148,20 +151,28 @@ class Engine:
             self.thread.join()
 
     def _run(self) -> None:
-        while True:
-            with self.changed:
-                while not self.waiting and not self.stopping:
-                    self.changed.wait()
-                if not self.waiting:
-                    return
-            batch = self._next_batch()
-            try:
-                self._answer(batch)
-            except Lapa2Error as error:
-                self._fail(batch, str(error))
-            except Exception as error:  # the queue goes on
-                self._fail(batch, f"{type(error).__name__} in the server")
-                raise_in_log(error)
+        n_ctx = self.model.cfg.n_ctx
+        # Weights are not prepacked: that makes steps of one row slower.
+        with decided_path(self.model, n_ctx, n_ctx):
+            while self._answer_next():
+                pass
+
+    def _answer_next(self) -> bool:
+        """Wait for requests, and answer a batch of them; False if the engine stops."""
+        with self.changed:
+            while not self.waiting and not self.stopping:
+                self.changed.wait()
+            if not self.waiting:
+                return False
+        batch = self._next_batch()
+        try:
+            self._answer(batch)
+        except Lapa2Error as error:
+            self._fail(batch, str(error))
+        except Exception as error:  # the queue goes on
+            self._fail(batch, f"{type(error).__name__} in the server")
+            traceback.print_exception(error)  # for the operator
+        return True
 
     def _fail(self, batch: Sequence[Answer], message: str) -> None:
         for answer in batch:
@@ -196,14 +207,13 @@ class Engine:
         if not batch:
             return
         began, asked = time.monotonic(), [answer.asked for answer in batch]
-        layouts = _aligned([one.layout for one in asked])
-        rules = [one.rules for one in asked]
-        rows, logits = self._read(layouts, rules)
+        layouts = left_pad([one.layout for one in asked])
+        rows, logits = self._read(asked, layouts)
         steps = max(one.longest for one in asked)
         streams = [uniforms(one.seed, chat_stream(one.layout), 0, one.longest) for one in asked]
         index = torch.arange(len(batch), device=logits.device)
         rows.expand(index, max(len(layout) for layout in layouts) + steps)
-        with augmented(self.model, rules, layouts):
+        with augmented(self.model, [one.rules for one in asked], layouts):
             for step in range(steps):
                 drawn = self._draw(asked, logits, streams, step)
                 for answer, token in zip(batch, drawn, strict=True):
@@ -212,8 +222,7 @@ class Engine:
                 late = time.monotonic() - began > self.seconds
                 for answer in batch:
                     if answer.finish is None and (late or answer.gone.is_set()):
-                        answer.finish = "length"
-                        answer.emit(Piece(finish="length", n_tokens=len(answer.tokens)))
+                        self._give(answer, "length")
                 if all(answer.finish for answer in batch):
                     break
                 tokens = torch.tensor([[max(token, 0)] for token in drawn], device=logits.device)
@@ -224,42 +233,35 @@ class Engine:
                 answer.emit(answer.last)
                 answer.last = None
         if isinstance(rows, BridgeRows):
-            for i, (answer, layout) in enumerate(zip(batch, layouts, strict=True)):
+            for row, (answer, one) in enumerate(zip(batch, asked, strict=True)):
                 # The last token of an answer may not have been read.
-                read = [*layout.ids, *answer.tokens[: -1 or None]]
-                self.kept.keep(rows, i, answer.asked.layout, read, answer.asked.rules)
+                self.kept.keep(rows, row, one.layout, answer.tokens[:-1], one.rules)
 
     def _read(
-        self, layouts: Sequence[Layout], rules: Sequence[Sequence[Augmentation]]
-    ) -> tuple[Any, Float[Tensor, "row vocab"]]:
-        """Rows that have read the texts, and the logits of the next token."""
-        model, flat = self.model, [rule for of in rules for rule in of]
-        rows = new_rows(model, flat)
-        taken_up = [self.kept.find(*pair) for pair in zip(layouts, rules, strict=True)]
-        if not isinstance(rows, BridgeRows) or not any(taken_up):
-            with augmented(model, [tuple(of) for of in rules], layouts):
-                return rows, rows.prompt_pass(layouts)[:, -1]
-        cached = [(None, 0) if one is None else one for one in taken_up]
-        self.reused += sum(n for _, n in cached)
-        counts = [n for _, n in cached]
-        new = [list(layout.ids[n:-1]) for layout, n in zip(layouts, counts, strict=True)]
-        width, n_new = max(counts), max(map(len, new))
-        _take_up(rows, layouts, cached, width + n_new)
-        if n_new:
-            # Rows that read fewer tokens than others repeat their last one; `pack` drops these.
-            tokens = [
-                ids + [layout.ids[-1]] * (n_new - len(ids))
-                for ids, layout in zip(new, layouts, strict=True)
-            ]
-            begun = [
-                replace(layout, pad=width - n) for layout, n in zip(layouts, counts, strict=True)
-            ]
-            with augmented(model, [tuple(of) for of in rules], begun):
-                rows.read_tokens(torch.tensor(tokens, device=model.cfg.device))
-        rows.pack([layout.ids[:-1] for layout in layouts], max(map(len, layouts)))
-        last = torch.tensor([[layout.ids[-1]] for layout in layouts], device=model.cfg.device)
-        with augmented(model, [tuple(of) for of in rules], layouts):
-            return rows, rows.read_tokens(last)[:, -1]
+        self, asked: Sequence[Asked], layouts: Sequence[Layout]
+    ) -> tuple[Rows, Float[Tensor, "row vocab"]]:
+        """Rows that have read the texts, and the logits of the next token.
+
+        Args:
+            layouts: Those of the requests, left-padded.
+        """
+        model, rules = self.model, [one.rules for one in asked]
+        rows = new_rows(model, [rule for of in rules for rule in of])
+        # A pooled law needs all queries of a text in one pass.
+        if isinstance(rows, BridgeRows) and rows.in_pieces:
+            cached = [self.kept.find(one.layout, one.rules) for one in asked]
+            texts, n_cached = [text for text, _ in cached], [n for _, n in cached]
+            n_slots = slots_to_read(layouts, n_cached)
+            # Beside a long text that is kept, a long new one may need more slots than there are.
+            if any(n_cached) and n_slots <= model.cfg.n_ctx:
+                self.reused += sum(n_cached)
+                take_up(rows, layouts, texts, n_cached, n_slots)
+                read_behind(model, rows, rules, layouts, n_cached)
+                last = torch.tensor([[one.ids[-1]] for one in layouts], device=model.cfg.device)
+                with augmented(model, rules, layouts):
+                    return rows, rows.read_tokens(last)[:, -1]
+        with augmented(model, rules, layouts):
+            return rows, rows.prompt_pass(layouts)[:, -1]
 
     def _draw(
         self,
@@ -281,7 +283,7 @@ class Engine:
         return tokens
 
     def _advance(self, answer: Answer, token: int) -> None:
-        """Add a token to an answer, and give away its text as far as no later token changes it."""
+        """Add a token to an answer, and give away its text."""
         asked = answer.asked
         if token == NOTHING:
             answer.finish = "stop"
@@ -303,15 +305,18 @@ class Engine:
             )
         ) >= 0:
             answer.text, finish = answer.text[:cut], "stop"
+        self._give(answer, finish)
+
+    def _give(self, answer: Answer, finish: Finish | None) -> None:
+        """Give away an answer's text: all of it at the end, before that as far as no later token
+        changes it."""
         ready = len(answer.text)
         if finish is None:
-            ready = len(answer.text.rstrip(UNFINISHED)) - _begun(answer.text, asked.stops)
-        piece = Piece(
-            answer.text[answer.sent : max(ready, answer.sent)], finish, len(answer.tokens)
-        )
-        answer.sent = max(ready, answer.sent)
-        answer.finish = finish
-        if finish is not None and asked.report:
+            ready = len(answer.text.rstrip(UNFINISHED)) - _begun(answer.text, answer.asked.stops)
+        ready = max(ready, answer.sent)
+        piece = Piece(answer.text[answer.sent : ready], finish, len(answer.tokens))
+        answer.sent, answer.finish = ready, finish
+        if finish is not None and answer.asked.report and not answer.gone.is_set():
             answer.last = piece  # the report is of passes of its own, after the block
         elif piece.text or finish is not None:
             answer.emit(piece)
@@ -344,55 +349,10 @@ class Engine:
         }
 
 
-def raise_in_log(error: Exception) -> None:
-    """Print a traceback, where an operator sees it."""
-    import traceback
-
-    traceback.print_exception(error)
-
-
 def _kind(asked: Asked) -> str:
     """Requests of the kind "alike" share a batch."""
     own = any(rule.pooled or rule.phase == "predicting_only" for rule in asked.rules)
     return "alone" if own else "alike"
-
-
-def _aligned(layouts: Sequence[Layout]) -> list[Layout]:
-    """The layouts, padded on the left to one length."""
-    width = max(len(layout.ids) for layout in layouts)
-    return [replace(layout, pad=width - len(layout.ids)) for layout in layouts]
-
-
-def _take_up(
-    rows: CachedRows,
-    layouts: Sequence[Layout],
-    cached: Sequence[tuple[KeptText | None, int]],
-    capacity: int,
-) -> None:
-    """Begin rows with the keys that are kept of their texts, left-padded."""
-    assert isinstance(rows, BridgeRows)
-    device, width = rows.model.cfg.device, max(n for _, n in cached)
-    slots = torch.arange(width, device=device)
-    lengths = torch.tensor([[n] for _, n in cached], device=device)
-    live = (slots >= width - lengths).long()
-    room = live.new_ones((len(cached), capacity - width))
-    rows._open(layouts, None)
-    rows.mask, rows.positions = torch.cat([live, room], dim=1), lengths
-    rows.layouts = layouts
-    sample = next(text for text, _ in cached if text is not None)
-    for i, layer in enumerate(rows.cache.layers):
-        assert isinstance(layer, SlotLayer)
-        shape = (len(cached), sample.keys.shape[1], width, sample.keys.shape[3])
-        keys, values = (
-            sample.keys.new_zeros(shape),
-            sample.values.new_zeros((*shape[:3], sample.values.shape[3])),
-        )
-        for row, (text, n) in enumerate(cached):
-            if text is not None:
-                keys[row, :, width - n :] = text.keys[i, :, :n]
-                values[row, :, width - n :] = text.values[i, :, :n]
-        layer.capacity = capacity
-        layer.update(keys, values)
 
 
 def _begun(text: str, stops: Sequence[str]) -> int:

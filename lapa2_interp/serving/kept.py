@@ -1,16 +1,15 @@
 """Keys and values of the texts that were read last, so that a conversation goes on from them.
 
-A key is computed from the queries before it. Behind a biased query it is valid for that bias alone.
-So a text is kept with its whole bias and the slots of its span: the same bias on the same slots
-takes up all its keys, any other bias those in front of the first biased query.
+A key is computed from what the queries up to it attend to, and so from their bias. A later text
+takes up the keys in front of the first query whose bias would be another one.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,23 +18,21 @@ from lapa2_interp.attention.cached_heads import SlotLayer
 from lapa2_interp.bias.augmentation import Augmentation
 from lapa2_interp.bias.layout import Layout
 
-Bias = tuple[str, ...]
-
 
 @dataclass(frozen=True)
 class KeptText:
     """A text that was read.
 
     Attributes:
-        ids: Its tokens.
-        bias: What `bias_of` says of it.
-        n_plain: The number of keys in front of the first biased query.
+        ids: Its tokens, those that were generated included.
+        layout: That of its prompt, without padding.
+        rules: The bias under which it was read.
         keys, values: [layer, kv_head, token, d_head].
     """
 
     ids: tuple[int, ...]
-    bias: Bias
-    n_plain: int
+    layout: Layout
+    rules: tuple[Augmentation, ...]
     keys: Tensor
     values: Tensor
 
@@ -44,29 +41,35 @@ class KeptText:
         """Bytes."""
         return self.keys.nbytes + self.values.nbytes
 
+    def n_valid(self, layout: Layout, rules: Sequence[Augmentation]) -> int:
+        """The number of its first keys that another text has, too, under that text's bias. At least
+        the last token of that text is left to be read.
 
-def bias_of(layout: Layout, rules: Sequence[Augmentation]) -> Bias:
-    """A text's whole bias, and the slots that it acts on."""
-    start, stop = layout.prefix.start, layout.prefix.stop
-    return (f"{start - layout.pad}:{stop - layout.pad}", *(rule.to_json() for rule in rules))
+        Args:
+            layout: That of the other text, without padding.
+        """
+        ids = layout.ids[:-1]
+        n = min(len(ids), len(self.ids))
+        n = next((i for i in range(n) if ids[i] != self.ids[i]), n)
+        queries = np.arange(n)
+        before = [self.layout.acts(rule, queries) for rule in self.rules]
+        now = [layout.acts(rule, queries) for rule in rules]
+        if self._has_bias_of(layout, rules):
+            others = [one != two for one, two in zip(before, now, strict=True)]
+        else:
+            others = [*before, *now]
+        differs = np.logical_or.reduce([np.zeros(n, bool), *others])
+        return int(differs.argmax()) if differs.any() else n
 
-
-def n_plain_keys(layout: Layout, rules: Sequence[Augmentation], n_read: int) -> int:
-    """The number of keys in front of a text's first biased query.
-
-    Args:
-        n_read: Tokens of the text that were read.
-    """
-    if not rules:
-        return n_read
-    firsts = {
-        "everywhere": 0,
-        "after_span": layout.prefix.stop - layout.pad,
-        "last_query": len(layout.ids) - 1,
-        "decode": len(layout.ids),
-        "predicting_only": n_read,
-    }
-    return min(n_read, *(firsts[rule.phase] for rule in rules))
+    def _has_bias_of(self, layout: Layout, rules: Sequence[Augmentation]) -> bool:
+        """True if an equal query has an equal bias, wherever both act."""
+        if self.rules != tuple(rules) or self.layout.n_bos != layout.n_bos:
+            return False
+        return not any(
+            self.layout.spans(rule.span) != layout.spans(rule.span)
+            or self.layout.n(rule.span) != layout.n(rule.span)
+            for rule in rules
+        )
 
 
 class KeptTexts:
@@ -77,69 +80,77 @@ class KeptTexts:
     """
 
     def __init__(self, most: int) -> None:
-        self.most, self.size = most, 0
-        self.texts: OrderedDict[tuple[tuple[int, ...], Bias], KeptText] = OrderedDict()
+        self.most = most
+        self.texts: list[KeptText] = []  # the one that was used last stands last
 
-    def find(self, layout: Layout, rules: Sequence[Augmentation]) -> tuple[KeptText, int] | None:
-        """The text that has the most of a layout's keys, and how many; at least its last token is
-        left to be read."""
-        bias, best = bias_of(layout, rules), None
-        plain_here = n_plain_keys(layout, rules, len(layout.ids))
-        for name, text in self.texts.items():
-            same = _common(text.ids, layout.ids[:-1])
-            if text.bias != bias or any(
-                rule.phase != "after_span" or rule.pooled for rule in rules
-            ):
-                same = min(same, text.n_plain, plain_here)
-            if same and (best is None or same > best[1]):
-                best = name, same
-        if best is None:
-            return None
-        self.texts.move_to_end(best[0])
-        return self.texts[best[0]], best[1]
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return sum(text.size for text in self.texts)
+
+    def find(self, layout: Layout, rules: Sequence[Augmentation]) -> tuple[KeptText | None, int]:
+        """The text that has the most of a layout's keys, and how many."""
+        counts = [text.n_valid(layout, rules) for text in self.texts]
+        if not any(counts):
+            return None, 0
+        best = int(np.argmax(counts))
+        text = self.texts.pop(best)
+        self.texts.append(text)
+        return text, counts[best]
 
     def keep(
         self,
         rows: BridgeRows,
         row: int,
         layout: Layout,
-        ids: Sequence[int],
-        rules: Sequence[Augmentation],
+        answer: Sequence[int],
+        rules: tuple[Augmentation, ...],
     ) -> None:
-        """Keep the keys of a row that has read some tokens.
+        """Keep the keys of a row.
 
         Args:
-            ids: The tokens that were read, those of the layout first.
+            layout: Of the row's text, without padding.
+            answer: The tokens that the row has read behind it.
         """
-        if not self.most:
+        layers, ids = rows.cache.layers, (*layout.ids, *answer)
+        if not self.most or not all(isinstance(layer, SlotLayer) for layer in layers):
             return
         first, n = int(rows.mask[row].argmax()), len(ids)
-        layers = rows.cache.layers
-        if not all(isinstance(layer, SlotLayer) for layer in layers):
-            return
         keys, values = (
             torch.stack([getattr(layer, name)[row, :, first : first + n] for layer in layers])
             for name in ("keys", "values")
         )
-        bias = bias_of(layout, rules)
-        text = KeptText(tuple(ids), bias, n_plain_keys(layout, rules, n), keys, values)
-        if text.size > self.most:
+        new = KeptText(ids, layout, rules, keys, values)
+        if new.size > self.most:
             return
-        self._forget((text.ids, bias))
-        for name, known in list(self.texts.items()):  # what it goes on from
-            if known.bias == bias and text.ids[: len(known.ids)] == known.ids:
-                self._forget(name)
-        while self.size + text.size > self.most:
-            self._forget(next(iter(self.texts)))
-        self.texts[text.ids, bias] = text
-        self.size += text.size
-
-    def _forget(self, name: tuple[tuple[int, ...], Bias]) -> None:
-        if name in self.texts:
-            self.size -= self.texts.pop(name).size
+        # It has all keys of the text that it goes on from.
+        self.texts = [
+            text
+            for text in self.texts
+            if text.rules != rules or text.ids != new.ids[: len(text.ids)]
+        ]
+        while self.size + new.size > self.most:
+            del self.texts[0]
+        self.texts.append(new)
 
 
-def _common(first: Sequence[int], second: Sequence[int]) -> int:
-    """The number of first tokens that two texts share."""
-    n = min(len(first), len(second))
-    return next((i for i in range(n) if first[i] != second[i]), n)
+def take_up(
+    rows: BridgeRows,
+    layouts: Sequence[Layout],
+    texts: Sequence[KeptText | None],
+    n_cached: Sequence[int],
+    capacity: int,
+) -> None:
+    """Begin rows with the first keys of texts that were read.
+
+    Args:
+        layouts: The texts that the rows will read.
+        texts: One for each row; None where a row begins with nothing.
+        n_cached: The number of keys that each row takes.
+        capacity: Slots that the rows have room for.
+    """
+    any_text = next(text for text in texts if text is not None)
+    begun = [(text or any_text, n) for text, n in zip(texts, n_cached, strict=True)]
+    keys = [text.keys[:, :, :n] for text, n in begun]
+    values = [text.values[:, :, :n] for text, n in begun]
+    rows.start_after_keys(layouts, keys, values, capacity)

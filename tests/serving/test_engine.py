@@ -5,15 +5,17 @@ import time
 
 import numpy as np
 import pytest
+import torch
 from families import save_family
 from servers import CHAT, RULES, SYSTEM, TEMPLATE, Asker, asker, model  # noqa: F401
 
-from lapa2_interp import Augmentation, generate, load_model, teacher_forced
+from lapa2_interp import Augmentation, Layout, generate, load_model, teacher_forced
 from lapa2_interp.circuits.hidden_span import span_effect
 from lapa2_interp.methods.chat import chat_task
 from lapa2_interp.serving import engine as engine_module
 from lapa2_interp.serving.engine import QueueFullError
-from lapa2_interp.serving.request import ProtocolError
+from lapa2_interp.serving.kept import KeptText
+from lapa2_interp.serving.request import Defaults, ProtocolError, after_span
 
 LONGER = [
     SYSTEM, {"role": "user", "content": "Where is it, and who says so?"},
@@ -124,10 +126,61 @@ def test_a_chat_that_is_kept_equals_the_chat_read_afresh(asker, alphas):
     assert keeping.engine.reused > afresh.engine.reused == 0
 
 
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ({"span": "bos"}, {"span": "bos", "alpha": 4.0}),
+        ({"span": "input"}, {"span": "input"}),
+        ({"span": "input"}, {"span": "input", "alpha": 4.0}),
+        ({"span": ((0, 3),), "phase": "everywhere"}, {"phase": "everywhere"}),
+        ({"steps": (0, 2)}, {"steps": (0, 2)}),
+        ({"steps": (0, 2)}, {"steps": (1, 9)}),
+        ({"heads": ((0, 1),)}, {}),
+        ({"law": "multiply", "span": "all", "phase": "everywhere"}, {"span": "bos"}),
+        ({"profile": "released", "phase": "everywhere"}, {}),
+        ({"law": "ratio", "tau": 0.5, "pooled": True, "alpha": 1.0},) * 2,
+    ],
+)
+def test_another_bias_of_the_next_turn_equals_the_chat_read_afresh(asker, first, second):
+    """Whatever it acts on, and at which queries."""
+    turns = [after_span([Augmentation(**{"alpha": 2.0} | rule)]) for rule in (first, second)]
+    chats = []
+    for settings in ({}, {"keep_bytes": 0}):
+        one = asker(**settings)
+        messages, tokens = [SYSTEM], []
+        for text, rules in zip(("Why?", "And snow?", "Oh?"), [*turns, turns[0]], strict=True):
+            one.defaults = Defaults("tiny", rules=rules)
+            messages = [*messages, {"role": "user", "content": text}]
+            answer, _ = one.ask(messages=messages, seed=9, max_tokens=9)
+            messages = [*messages, {"role": "assistant", "content": answer.text}]
+            tokens.append(answer.tokens)
+        chats.append(tokens)
+    assert chats[0] == chats[1]
+    assert one.engine.reused == 0
+
+
+def test_keys_are_taken_up_to_the_first_other_bias(model):
+    """As many as have an equal bias, and no more."""
+
+    def layout(*words):
+        chat = [SYSTEM, *({"role": "user", "content": word} for word in words)]
+        return Layout.of_chat(model.tokenizer, chat)
+
+    short, longer = layout("Why?"), layout("Why?", "And snow?")
+    n_equal = next(
+        i for i, ids in enumerate(zip(short.ids, longer.ids, strict=False)) if len({*ids}) > 1
+    )
+    weak, strong = (after_span([Augmentation(alpha=alpha)]) for alpha in (1.0, 2.0))
+    keys = torch.zeros(1, 1, len(short.ids), 1)
+    read = KeptText(short.ids, short, weak, keys, keys)
+    assert read.n_valid(longer, weak) == n_equal
+    assert read.n_valid(short, weak) == len(short.ids) - 1  # the last token is left to be read
+    assert read.n_valid(longer, strong) == read.n_valid(longer, ()) == short.prefix.stop
+    assert KeptText(short.ids, short, (), keys, keys).n_valid(longer, strong) == short.prefix.stop
+
+
 @pytest.mark.parametrize("phase", ["last_query", "decode", "predicting_only", "everywhere"])
 def test_other_phases_are_kept_up_to_the_first_biased_query(asker, model, phase):
-    from lapa2_interp.serving.request import Defaults
-
     rules = (Augmentation(alpha=2.0, phase=phase),)
     texts = []
     for settings in ({}, {"keep_bytes": 0}):
@@ -147,7 +200,7 @@ def test_memory_of_kept_texts_is_bounded(asker):
     for number in range(8):
         one.ask(messages=[SYSTEM, {"role": "user", "content": f"{number} " * 10}])
         assert one.engine.kept.size <= 600_000
-        assert one.engine.kept.size == sum(text.size for text in one.engine.kept.texts.values())
+        assert one.engine.kept.size == sum(text.size for text in one.engine.kept.texts)
     assert one.engine.kept.texts
 
 
@@ -226,6 +279,36 @@ def test_an_answer_ends_with_its_time(asker):
     answer, piece = asker(seconds=0.0).ask(max_tokens=500)
     assert piece.finish == "length"
     assert len(answer.tokens) == 1
+
+
+def test_text_that_was_held_back_is_given_at_the_end_of_the_time(asker):
+    """With the report that was asked for."""
+    one = asker()
+    words = one.ask(max_tokens=20, seed=5)[0].text
+    late = asker(seconds=0.0)
+    stop = words[0] + "never there"
+    answer, pieces = late.put(max_tokens=20, seed=5, stop=stop, lapa2={"report": True})
+    piece = pieces.get(timeout=60)
+    assert piece.finish == "length"
+    assert piece.text == answer.text
+    assert words.startswith(answer.text)
+    assert len(piece.report["effect"]) == len(answer.tokens) == 1
+
+
+def test_a_long_text_beside_one_that_is_kept_stays_in_the_context(asker, model):
+    """Together they would need more slots than the context has."""
+    n_ctx = model.cfg.n_ctx
+    chats = [[SYSTEM, {"role": "user", "content": letter * (n_ctx // 2)}] for letter in "ab"]
+    afresh = asker(keep_bytes=0)
+    expected = [afresh.ask(messages=chat)[0].tokens for chat in chats]
+    one = asker()
+    one.ask(messages=chats[0])
+    with one.engine.changed:
+        answers = [one.put(messages=chat) for chat in chats]
+    for _, queue in answers:
+        while (piece := queue.get(timeout=120)).finish is None:
+            assert piece.error is None, piece.error
+    assert [answer.tokens for answer, _ in answers] == expected
 
 
 def test_an_error_of_one_batch_leaves_the_queue(asker, capsys):
