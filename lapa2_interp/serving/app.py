@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 from uuid import uuid4
 
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
@@ -23,6 +24,7 @@ from lapa2_interp.serving.engine import Answer, Engine, Piece, QueueFullError
 from lapa2_interp.serving.request import Asked, Defaults, ProtocolError, read_request
 
 Kind = Literal["chat", "text"]
+ADDRESSES = "GET /v1/models, POST /v1/chat/completions and POST /v1/completions"
 OBJECTS = {"chat": "chat.completion", "text": "text_completion"}
 
 
@@ -86,7 +88,7 @@ def make_app(
             Route("/v1/chat/completions", partial(complete, kind="chat"), methods=["POST"]),
             Route("/v1/completions", partial(complete, kind="text"), methods=["POST"]),
         ],
-        exception_handlers={ProtocolError: refused},
+        exception_handlers={ProtocolError: refused, HTTPException: unknown_address},
         lifespan=lifespan,
     )
 
@@ -95,6 +97,13 @@ async def refused(request: Request, error: Exception) -> Response:
     """What is wrong with a request."""
     assert isinstance(error, ProtocolError)
     return JSONResponse(error.body, error.status)
+
+
+async def unknown_address(request: Request, error: Exception) -> Response:
+    """What is asked of an address, or by a method, that this server has not."""
+    assert isinstance(error, HTTPException)
+    message = f"this server has no {request.method} {request.url.path}; it has {ADDRESSES}"
+    return await refused(request, ProtocolError(message, error.status_code))
 
 
 def check_client(request: Request, key: str | None) -> None:
@@ -146,20 +155,22 @@ async def whole(
 ) -> Response:
     """An answer in one piece; a client that goes away frees its place."""
     text = ""
-    while True:
-        waiting = asyncio.ensure_future(pieces.get())
-        while not waiting.done():
-            await asyncio.wait([waiting], timeout=0.5)
-            if not waiting.done() and await _has_gone(request):
-                answer.gone.set()
-                waiting.cancel()
-                return Response(status_code=499)
-        piece = waiting.result()
-        if piece.error is not None:
-            raise ProtocolError(piece.error, 500)
-        text += piece.text
-        if piece.finish is not None:
-            break
+    try:
+        while True:
+            waiting = asyncio.ensure_future(pieces.get())
+            while not waiting.done():
+                await asyncio.wait([waiting], timeout=0.5)
+                if not waiting.done() and await _has_gone(request):
+                    waiting.cancel()
+                    return Response(status_code=499)
+            piece = waiting.result()
+            if piece.error is not None:
+                raise ProtocolError(piece.error, 500)
+            text += piece.text
+            if piece.finish is not None:
+                break
+    finally:  # also where the server cancels it
+        answer.gone.set()
     choice: dict[str, Any] = {"index": 0, "finish_reason": piece.finish, "logprobs": None}
     if kind == "chat":
         choice["message"] = {"role": "assistant", "content": text, "refusal": None}

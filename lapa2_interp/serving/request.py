@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from lapa2_interp.attention.batch_bias import BatchBias
 from lapa2_interp.bias.augmentation import Augmentation, active_augmentations
 from lapa2_interp.bias.find_spans import SpanFinder
 from lapa2_interp.bias.layout import Layout
 from lapa2_interp.bias.marked_text import MarkedText, marked
 from lapa2_interp.bias.recipes import resolve_recipes
 from lapa2_interp.errors import Lapa2Error
+from lapa2_interp.models.facts import facts_of
 
 if TYPE_CHECKING:
     from lapa2_interp.circuits.selection import Selection
@@ -34,6 +36,8 @@ NOTHING: dict[str, tuple[Any, ...]] = {
 }  # fmt: skip
 """Fields that this server does not follow, and their values that ask for nothing."""
 MOST_STOPS = 16
+LOWEST_TEMPERATURE = 1e-6
+"""Log-probabilities that are divided by it stay numbers in float32."""
 
 
 class ProtocolError(Exception):
@@ -78,7 +82,7 @@ class Steering(BaseModel):
     alpha: Annotated[float, Field(strict=False)] | None = None
     augmentation: str | None = None
     heads: str | None = None
-    top_k: Annotated[int, Field(ge=0)] | None = None
+    top_k: Annotated[int, Field(ge=0)] = 0
     report: bool = False
     marks: bool | None = None
 
@@ -116,7 +120,7 @@ class Defaults:
 
     Attributes:
         model: The name under which it serves.
-        span, rules, top_k: Where a request says nothing.
+        span, rules: Where a request says nothing.
         cards: Heads by name.
         longest: Tokens of an answer, at most.
         marks: Read marks in system messages, where a request says nothing.
@@ -125,7 +129,6 @@ class Defaults:
     model: str
     span: str = "system"
     rules: tuple[Augmentation, ...] = ()
-    top_k: int = 0
     cards: Mapping[str, Selection] = field(default_factory=dict)
     longest: int = 1024
     marks: bool = False
@@ -139,7 +142,6 @@ class Asked:
         layout: The text that is read, with the span as its prefix.
         rules: The bias.
         longest: Tokens of the answer, at most; fewer where the context ends before.
-        fills_context: The context ends before the number of tokens that was asked for.
         temperature: 0 is greedy.
         top_k: Of the likeliest tokens; 0 keeps all.
         seed: Of the random numbers.
@@ -152,7 +154,6 @@ class Asked:
     layout: Layout
     rules: tuple[Augmentation, ...]
     longest: int
-    fills_context: bool
     temperature: float
     top_k: int
     seed: int
@@ -202,8 +203,18 @@ def read_request(
                 layout = _chat(model, messages, span, rules)
         else:
             layout = _text(model, body.prompt or "", body.lapa2.span, rules)
+        # What is wrong with a bias is said here, to this client, and not to a whole batch.
+        facts = facts_of(model)
+        BatchBias([rules], [layout], (facts.n_layers, facts.n_heads), facts.layer_types)
     except Lapa2Error as error:
         raise ProtocolError(str(error), 400, wanted) from None
+    temperature = 1.0 if body.temperature is None else body.temperature
+    if 0 < temperature < LOWEST_TEMPERATURE:
+        raise ProtocolError(
+            f"the temperature {temperature:g} is too low to divide by; give 0, which is greedy, or"
+            f" {LOWEST_TEMPERATURE:g} and above",
+            400, "temperature",
+        )  # fmt: skip
     asked = body.max_completion_tokens or body.max_tokens or min(256, defaults.longest)
     if asked > defaults.longest:
         raise ProtocolError(
@@ -222,9 +233,8 @@ def read_request(
         layout=layout,
         rules=rules,
         longest=min(asked, room),
-        fills_context=asked > room,
-        temperature=1.0 if body.temperature is None else body.temperature,
-        top_k=defaults.top_k if body.lapa2.top_k is None else body.lapa2.top_k,
+        temperature=temperature,
+        top_k=body.lapa2.top_k,
         seed=secrets.randbits(32) if body.seed is None else body.seed,
         stops=stops,
         report=body.lapa2.report,
@@ -334,7 +344,11 @@ def _without_marks(
 
 
 def _check_no_other_bias(steering: Steering) -> None:
-    named = [name for name in ("alpha", "augmentation", "heads", "span") if getattr(steering, name)]
+    named = [
+        name
+        for name in ("alpha", "augmentation", "heads", "span")
+        if getattr(steering, name) is not None
+    ]
     if named:
         raise ProtocolError(
             f"the marks of the system message say what is strengthened and how much; leave out"

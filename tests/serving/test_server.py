@@ -96,6 +96,9 @@ REFUSED = {
     "both": ({"lapa2": {"alpha": 1, "augmentation": "lapa2"}}, "not both"),
     "recipe": ({"lapa2": {"augmentation": "nothing"}}, "nothing"),
     "alpha": ({"lapa2": {"alpha": -1}}, "alpha"),
+    "head": ({"lapa2": {"augmentation": "lapa2:heads=99.0"}}, "head"),
+    "start": ({"lapa2": {"augmentation": "lapa2:span=9:99"}}, "lies outside"),
+    "cold": ({"temperature": 1e-9}, "give 0, which is greedy"),
     "card": ({"lapa2": {"heads": "/etc/passwd"}}, "no card is called"),
     "field": ({"lapa2": {"layers": "all"}}, "lapa2.layers"),
     "context": ({"messages": [CHAT[0], {"role": "user", "content": "a" * 5000}]}, "context"),
@@ -110,6 +113,18 @@ def test_what_is_not_followed_is_refused_in_the_protocols_form(served, change, m
     assert message in body["error"]["message"], body
     assert set(body["error"]) == {"message", "type", "param", "code"}
     assert post(address, SETTINGS)[0] == 200
+
+
+def test_unknown_addresses_are_answered_in_the_protocols_form(served):
+    address, _ = served()
+    client = client_of(address)
+    with pytest.raises(
+        openai.NotFoundError, match=r"no POST /v1/embeddings; it has GET /v1/models"
+    ):
+        client.embeddings.create(model="tiny", input="x")
+    with pytest.raises(openai.APIStatusError, match="no GET /v1/chat/completions") as refusal:
+        client.get("/chat/completions", cast_to=object)
+    assert refusal.value.status_code == 405
 
 
 @pytest.mark.parametrize(
