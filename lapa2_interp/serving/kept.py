@@ -55,7 +55,7 @@ class KeptText:
         before = [self.layout.acts(rule, queries) for rule in self.rules]
         now = [layout.acts(rule, queries) for rule in rules]
         if self._has_bias_of(layout, rules):
-            others = [one != two for one, two in zip(before, now, strict=True)]
+            others = [acted != acts for acted, acts in zip(before, now, strict=True)]
         else:
             others = [*before, *now]
         differs = np.logical_or.reduce([np.zeros(n, bool), *others])
