@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
+import signal
 from importlib.util import find_spec
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Annotated
 
-from lapa2_interp._util.terminal import Terminated
 from lapa2_interp.cli.options import AugmentationOptions, Several
 from lapa2_interp.errors import GridError, ModelError
 from lapa2_interp.models.machine import DtypeOrAuto
@@ -92,12 +92,18 @@ def serve(
     defaults = Defaults(name or model, span, rules, cards=known, longest=longest, marks=marks)
     engine = Engine(loaded, int(memory * 2**30), waiting, seconds=seconds)
     app = make_app(loaded, engine, defaults, key)
+    config = uvicorn.Config(
+        app, host=host, port=port, log_level="warning", timeout_graceful_shutdown=60
+    )
+    socket = config.bind_socket()  # now a free port has its number
     bias = " + ".join(rule.label for rule in rules) or "no bias"
-    print(f"{defaults.model}, {bias}, span {span}: http://{host}:{port}/v1", flush=True)
-    try:
-        uvicorn.run(app, host=host, port=port, log_level="warning", timeout_graceful_shutdown=60)
-    except (KeyboardInterrupt, Terminated):  # raised again when all that ran is finished
-        print("stopped", flush=True)
+    address = f"http://{host}:{socket.getsockname()[1]}/v1"
+    print(f"{defaults.model}, {bias}, span {span}: {address}", flush=True)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        # Uvicorn takes these signals itself, and raises them again when all that ran is finished.
+        signal.signal(number, signal.SIG_IGN)
+    uvicorn.Server(config).run(sockets=[socket])
+    print("stopped", flush=True)
 
 
 def is_own_machine(host: str) -> bool:

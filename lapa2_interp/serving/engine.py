@@ -45,6 +45,8 @@ from lapa2_interp.serving.kept import KeptTexts, take_up
 from lapa2_interp.serving.request import Asked
 
 Finish = Literal["stop", "length"]
+SENT_TOGETHER = 0.02
+"""Seconds between requests that were sent together, at most."""
 UNFINISHED = "\ufffd"
 """What the bytes of half a character decode to."""
 
@@ -164,6 +166,11 @@ class Engine:
                 self.changed.wait()
             if not self.waiting:
                 return False
+            # Requests that are sent together share a batch: wait until none has come for a moment.
+            n_waiting = 0
+            while n_waiting < len(self.waiting) < self.most_rows and not self.stopping:
+                n_waiting = len(self.waiting)
+                self.changed.wait(SENT_TOGETHER)
         batch = self._next_batch()
         try:
             self._answer(batch)

@@ -202,7 +202,9 @@ def read_request(
             else:
                 layout = _chat(model, messages, span, rules)
         else:
-            layout = _text(model, body.prompt or "", body.lapa2.span, rules)
+            # The server's own span is mostly one of chats.
+            phrase = span if span.startswith("phrase:") else body.lapa2.span
+            layout = _text(model, body.prompt or "", phrase, rules)
         # What is wrong with a bias is said here, to this client, and not to a whole batch.
         facts = facts_of(model)
         BatchBias([rules], [layout], (facts.n_layers, facts.n_heads), facts.layer_types)

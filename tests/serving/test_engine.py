@@ -91,6 +91,20 @@ def test_requests_of_a_batch_are_answered_as_alone(asker):
     assert sizes == [len(bodies)]
 
 
+def test_requests_that_are_sent_together_share_a_batch(asker, monkeypatch):
+    """Also where nothing runs: the first one waits a moment for the next."""
+    monkeypatch.setattr(engine_module, "SENT_TOGETHER", 5.0)
+    one = asker(keep_bytes=0, most_rows=3)
+    sizes = []
+    answer_batch = one.engine._answer
+    one.engine._answer = lambda batch: (sizes.append(len(batch)), answer_batch(batch))[1]
+    answers = [one.put(seed=seed) for seed in range(3)]
+    for _, pieces in answers:
+        while pieces.get(timeout=60).finish is None:
+            pass
+    assert sizes == [3]
+
+
 def test_a_long_text_does_not_drive_others_over_the_context(asker, model):
     """All rows of a batch go on to its last step, so such requests are answered one after another."""
     n_ctx = model.cfg.n_ctx
