@@ -60,7 +60,7 @@ DIRECTIONS = re.compile(
     r"|more toxic|less toxic|not shown|undecided|no gain|not decided)\b"
 )
 """Words with which a sentence tells a result, on the pages that are `STRICT`."""
-STRICT = {"README.md": "What was found", "docs/results.md": r"\d+\. .*"}
+STRICT = {"README.md": "What was found", "docs/results.md": r"(?:In short|\d+\. .*)"}
 """Sections of pages where every number has its row, but for settings and sizes, and every direction
 is checked."""
 PLAIN = r"[+-]?(?:\d[\d,]*(?:\.\d+)?|\.\d+)"
