@@ -101,12 +101,11 @@ def page_text(file: Path) -> str:
     return joined(re.sub("^# ?", "", text, flags=re.M) if file.suffix == ".py" else text)
 
 
-def sentence_around(text: str, part: str) -> str:
+def sentence_around(text: str, place: re.Match[str]) -> str:
     """The sentences of a text that some words stand in."""
-    start = text.index(part)
-    begin = max((m.end() for m in re.finditer(r"[.?!:;] ", text[:start])), default=0)
-    end = re.search(r"[.?!;](?: |$)", text[start + len(part) :])
-    return text[begin : start + len(part) + end.start()] if end else text[begin:]
+    begin = max((m.end() for m in re.finditer(r"[.?!:;] ", text[: place.start()])), default=0)
+    end = re.search(r"[.?!;](?: |$)", text[place.end() :])
+    return text[begin : place.end() + end.start()] if end else text[begin:]
 
 
 def value_of(written: str) -> float:
@@ -115,8 +114,10 @@ def value_of(written: str) -> float:
     return float(COUNTS[word] if word in COUNTS else word.replace(",", ""))
 
 
-def named(text: str, words: str) -> bool:
-    return bool(re.search(rf"(?<![\w-]){re.escape(words)}(?![\w-])", text, re.I))
+def named(text: str, words: str) -> re.Match[str] | None:
+    """Where words or a number stand in a text, and not as a part of others."""
+    alone = rf"(?<![\w-])(?<!\d[.,]){re.escape(words)}(?![\w-]|[.,]\d)"
+    return re.search(alone, text, re.I)
 
 
 class Statements:
@@ -185,10 +186,10 @@ class Statements:
             for words in says:
                 wrong += self.claim(words, values, neutral, settings, record)
         part = about.get("number", says[0] if says else "")
-        if part and part not in text:
-            wrong.append(f"{part!r} is not in the text")
+        if part and (place := named(text, part)):
+            wrong += self.misnamed(sentence_around(text, place), record)
         elif part:
-            wrong += self.misnamed(sentence_around(text, part), record)
+            wrong.append(f"{part!r} is not in the text")
         return wrong
 
     def count(self, written: str, counts: list[int]) -> list[str]:
