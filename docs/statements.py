@@ -101,11 +101,11 @@ def page_text(file: Path) -> str:
     return joined(re.sub("^# ?", "", text, flags=re.M) if file.suffix == ".py" else text)
 
 
-def sentence_around(text: str, place: re.Match[str]) -> str:
+def sentence_around(text: str, match: re.Match[str]) -> str:
     """The sentences of a text that some words stand in."""
-    begin = max((m.end() for m in re.finditer(r"[.?!:;] ", text[: place.start()])), default=0)
-    end = re.search(r"[.?!;](?: |$)", text[place.end() :])
-    return text[begin : place.end() + end.start()] if end else text[begin:]
+    begin = max((m.end() for m in re.finditer(r"[.?!:;] ", text[: match.start()])), default=0)
+    end = re.search(r"[.?!;](?: |$)", text[match.end() :])
+    return text[begin : match.end() + end.start()] if end else text[begin:]
 
 
 def value_of(written: str) -> float:
@@ -186,8 +186,8 @@ class Statements:
             for words in says:
                 wrong += self.claim(words, values, neutral, settings, record)
         part = about.get("number", says[0] if says else "")
-        if part and (place := named(text, part)):
-            wrong += self.misnamed(sentence_around(text, place), record)
+        if part and (match := named(text, part)):
+            wrong += self.misnamed(sentence_around(text, match), record)
         elif part:
             wrong.append(f"{part!r} is not in the text")
         return wrong

@@ -238,14 +238,16 @@ def rules_of_marks(text: MarkedText, layout: Layout, tokenizer: Any) -> tuple[Au
         LayoutError: The chat does not have the text as it is, or a mark has white space at an end
             of the message, which is no part of the prefix.
     """
-    found, rules = SpanFinder(text, "first", tokenizer=tokenizer).marked_layout(layout.ids)
+    marked_layout, rules = SpanFinder(text, "first", tokenizer=tokenizer).marked_layout(layout.ids)
     start, stop = layout.prefix
-    if found.prefix.start < start or found.prefix.stop > stop:
+    if marked_layout.prefix.start < start or marked_layout.prefix.stop > stop:
         raise LayoutError(
             f"a mark of {text.text[:SHOWN]!r} reaches beyond the words of the system message; mark"
             " no white space at its ends"
         )
-    slots = [[slot for span in found.spans(rule.span) for slot in range(*span)] for rule in rules]
+    slots = [
+        [slot for span in marked_layout.spans(rule.span) for slot in range(*span)] for rule in rules
+    ]
     return tuple(
         rule.model_copy(update={"span": ("prefix", tuple(slot - start for slot in of_mark))})
         for rule, of_mark in zip(rules, slots, strict=True)

@@ -287,12 +287,12 @@ def test_wrong_marks_and_another_bias_beside_marks_are_refused(
 ):
     """Before a model is loaded."""
     monkeypatch.setattr("lapa2_interp.models.load.load_model", None)
-    given = ["--system", system]
+    chat_of = ["--system", system]
     if of_file:
         file = tmp_path / "messages.json"
         file.write_text(json.dumps(messages(system)), "utf-8")
-        given = [str(file)]
-    code, _, errors = chat("Why?", options=[*given, "--marks", *options])
+        chat_of = [str(file)]
+    code, _, errors = chat("Why?", options=[*chat_of, "--marks", *options])
     assert code == 2
     assert problem in errors
 
