@@ -60,7 +60,7 @@ DIRECTIONS = re.compile(
     r"|more toxic|less toxic|not shown|undecided|no gain|not decided)\b"
 )
 """Words with which a sentence tells a result, on the pages that are `STRICT`."""
-STRICT = {"README.md": "What was found", "docs/results.md": r"\d+\. .*"}
+STRICT = {"README.md": "What was found", "docs/results.md": r"(?:In short|\d+\. .*)"}
 """Sections of pages where every number has its row, but for settings and sizes, and every direction
 is checked."""
 PLAIN = r"[+-]?(?:\d[\d,]*(?:\.\d+)?|\.\d+)"
@@ -101,12 +101,11 @@ def page_text(file: Path) -> str:
     return joined(re.sub("^# ?", "", text, flags=re.M) if file.suffix == ".py" else text)
 
 
-def sentence_around(text: str, part: str) -> str:
+def sentence_around(text: str, match: re.Match[str]) -> str:
     """The sentences of a text that some words stand in."""
-    start = text.index(part)
-    begin = max((m.end() for m in re.finditer(r"[.?!:;] ", text[:start])), default=0)
-    end = re.search(r"[.?!;](?: |$)", text[start + len(part) :])
-    return text[begin : start + len(part) + end.start()] if end else text[begin:]
+    begin = max((m.end() for m in re.finditer(r"[.?!:;] ", text[: match.start()])), default=0)
+    end = re.search(r"[.?!;](?: |$)", text[match.end() :])
+    return text[begin : match.end() + end.start()] if end else text[begin:]
 
 
 def value_of(written: str) -> float:
@@ -115,8 +114,10 @@ def value_of(written: str) -> float:
     return float(COUNTS[word] if word in COUNTS else word.replace(",", ""))
 
 
-def named(text: str, words: str) -> bool:
-    return bool(re.search(rf"(?<![\w-]){re.escape(words)}(?![\w-])", text, re.I))
+def named(text: str, words: str) -> re.Match[str] | None:
+    """Where words or a number stand in a text, and not as a part of others."""
+    alone = rf"(?<![\w-])(?<!\d[.,]){re.escape(words)}(?![\w-]|[.,]\d)"
+    return re.search(alone, text, re.I)
 
 
 class Statements:
@@ -185,10 +186,10 @@ class Statements:
             for words in says:
                 wrong += self.claim(words, values, neutral, settings, record)
         part = about.get("number", says[0] if says else "")
-        if part and part not in text:
-            wrong.append(f"{part!r} is not in the text")
+        if part and (match := named(text, part)):
+            wrong += self.misnamed(sentence_around(text, match), record)
         elif part:
-            wrong += self.misnamed(sentence_around(text, part), record)
+            wrong.append(f"{part!r} is not in the text")
         return wrong
 
     def count(self, written: str, counts: list[int]) -> list[str]:

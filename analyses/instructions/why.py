@@ -11,6 +11,7 @@ effect.csv has for some arms, by turn, the attention on the message (mean over l
 steps; while the text was written) and its effect: the Jensen-Shannon divergence of the next-token
 distributions with the message and with it hidden from all queries after it, in 1/1000 nats, on the
 text that the arm wrote. Keys and values of earlier turns are those of the arm, made under its bias.
+effect.changes.csv has each of these arms minus each one before it, paired on chats.
 
 Intervals are over messages. effects.parquet has a row an answer; chats that it has are not read
 again.
@@ -20,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cache
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +80,7 @@ def main() -> None:
     )
     write_text(options.out / "effect.csv", as_csv(table, 5))
     print(as_text(table[table["turn"].isin([1, 8])], ".3g"))
+    write_text(options.out / "effect.changes.csv", as_csv(changes(rows), 5))
     table = crossed(texts, parts, options.strength)
     write_text(options.out / "cross.csv", as_csv(table, 5))
     print(as_text(table, ".2f"))
@@ -133,6 +136,22 @@ def effects(run: Run, texts: pd.DataFrame, known: pd.DataFrame) -> pd.DataFrame:
                 )
             bar.update(1)
     return pd.concat([known, pd.DataFrame(rows)], ignore_index=True) if rows else known
+
+
+def changes(rows: pd.DataFrame) -> pd.DataFrame:
+    """Attention and effect of each arm minus those of each arm before it, by turn; differences are
+    paired on chats."""
+    of_arm = rows.set_index(["message", "prompt", "turn"]).groupby("family")
+    table = []
+    for (before, _), (after, _) in combinations(ARMS, 2):
+        measures = list(MEASURES)
+        gaps = of_arm.get_group(after)[measures] - of_arm.get_group(before)[measures]
+        for turn, of in gaps.reset_index().groupby("turn"):
+            for measure in MEASURES:
+                row = interval(of, measure)
+                facts = {"family": after, "against": before, "turn": turn, "measure": measure}
+                table.append(facts | {"difference": row.pop("mean")} | row)
+    return pd.DataFrame(table)
 
 
 def crossed(texts: pd.DataFrame, parts: Mapping[str, Any], alpha: float) -> pd.DataFrame:

@@ -5,7 +5,7 @@
 # predicts the next token both times. The further the two predictions are apart, the more the prefix
 # controls. We call this distance *control*.
 #
-# **Running time:** about half a minute on two CPU cores, with SmolLM2-135M.
+# **Running time:** about a minute on two CPU cores, with SmolLM2-135M.
 #
 # There are several measures of it, all in nats:
 #

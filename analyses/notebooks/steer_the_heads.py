@@ -5,7 +5,7 @@
 # many do not matter. Here we choose heads on half of the prompts. On the other half we add the bias
 # in the chosen heads, in all heads and in random heads, and compare control and cost.
 #
-# **Running time:** about two minutes on two CPU cores, with SmolLM2-135M.
+# **Running time:** about a minute on two CPU cores, with SmolLM2-135M.
 #
 # *Control* is how far the predictions after opposite prefixes are apart. All ways to steer read the
 # same texts. The study of steering compares texts that are written freely. The study of rivals has

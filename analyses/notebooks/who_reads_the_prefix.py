@@ -6,7 +6,7 @@
 # lost. *Control* is how far the predictions after opposite prefixes are apart. Hiding is called a
 # *knock-out*.
 #
-# **Running time:** about two minutes on two CPU cores, with SmolLM2-135M.
+# **Running time:** about four minutes on two CPU cores, with SmolLM2-135M.
 #
 # The measurements are small, with 8 prompts, 16 tokens, and the heads of the three best layers. The
 # command `lapa2 circuits smollm2-135m --task sentiment --out results/circuits` tests all heads.

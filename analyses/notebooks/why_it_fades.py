@@ -93,8 +93,8 @@ known["planted"].frame()
 # ## A long text
 #
 # We do the same for two prompts behind 8,000 tokens. The filler is text that the model has written,
-# one text after another. A `TransformersModel` reads it without the matrix of attention scores, in
-# a minute or two each. Two prompts decide nothing.
+# one text after another. A `TransformersModel` reads it without the matrix of attention scores.
+# Two prompts decide nothing.
 
 # %%
 plain = load_model(MODEL, model_class="TransformersModel")

@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from functools import cache
-from itertools import pairwise, permutations, product
+from itertools import combinations, pairwise, permutations, product
 
 import numpy as np
 import pandas as pd
@@ -791,6 +791,22 @@ def instructions() -> Iterator[Whole]:
             for measure in ("attention", "js")
         )
 
+    def effect_changes() -> pd.DataFrame:
+        """Later arms minus earlier ones, paired on chats."""
+        chat = ["message", "prompt", "turn"]
+        wide = rows("instructions/effects.parquet").pivot_table(
+            index=chat, columns="family", values=["attention", "js"]
+        )
+        made = []
+        for before, after in combinations(["baseline", "lapa2", "head-selective"], 2):
+            for measure in ("attention", "js"):
+                gaps = (wide[measure][after] - wide[measure][before]).reset_index(name="gap")
+                for turn, of in gaps.groupby("turn"):
+                    row = interval(of["gap"], of["message"])
+                    facts = {"family": after, "against": before, "turn": turn, "measure": measure}
+                    made.append(facts | {"difference": row.pop("mean")} | row)
+        return pd.DataFrame(made)
+
     for folder in ("instructions", "instructions/held-out"):
         if not (FIGURES / folder / "answers.parquet").exists():
             continue
@@ -807,6 +823,8 @@ def instructions() -> Iterator[Whole]:
             compute = lambda made=made, folder=folder: made(folder)  # noqa: E731
             yield Whole(f"{folder}/{name}.csv", keys, compute, digits=5)
     yield Whole("instructions/effect.csv", ["family", "strength", "turn", "measure"], effects, 5)
+    change = ["family", "against", "turn", "measure"]
+    yield Whole("instructions/effect.changes.csv", change, effect_changes, 5)
     yield Whole(
         "instructions/table.csv",
         ["family", "strength"],

@@ -226,6 +226,34 @@ class SpanFinder:
         )
 
 
+def rules_of_marks(text: MarkedText, layout: Layout, tokenizer: Any) -> tuple[Augmentation, ...]:
+    """The bias of each mark of a system message, on its tokens, at every query after the message.
+
+    Args:
+        text: What is marked (`marked_text.without_marks`).
+        layout: Of the chat without the marks; its prefix is the system message.
+        tokenizer: The model's.
+
+    Raises:
+        LayoutError: The chat does not have the text as it is, or a mark has white space at an end
+            of the message, which is no part of the prefix.
+    """
+    marked_layout, rules = SpanFinder(text, "first", tokenizer=tokenizer).marked_layout(layout.ids)
+    start, stop = layout.prefix
+    if marked_layout.prefix.start < start or marked_layout.prefix.stop > stop:
+        raise LayoutError(
+            f"a mark of {text.text[:SHOWN]!r} reaches beyond the words of the system message; mark"
+            " no white space at its ends"
+        )
+    slots = [
+        [slot for span in marked_layout.spans(rule.span) for slot in range(*span)] for rule in rules
+    ]
+    return tuple(
+        rule.model_copy(update={"span": ("prefix", tuple(slot - start for slot in of_mark))})
+        for rule, of_mark in zip(rules, slots, strict=True)
+    )
+
+
 def _is_target(value: Any) -> bool:
     return callable(value) or (
         isinstance(value, Sequence)

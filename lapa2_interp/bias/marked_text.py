@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from lapa2_interp.bias.augmentation import Augmentation
 from lapa2_interp.errors import LayoutError
@@ -120,6 +122,37 @@ def marked(text: str) -> MarkedText:
         else:
             plain.append(letter)
     return MarkedText("".join(plain), tuple(marks))
+
+
+def without_marks(
+    messages: Sequence[Mapping[str, Any]],
+) -> tuple[list[dict[str, Any]], MarkedText | None]:
+    """The messages of a chat with a plain system message, and what is marked in it; None if there
+    is no mark. Only the system message in front is read: a user could mark, too.
+
+    Raises:
+        LayoutError: As `marked`.
+    """
+    plain = [dict(message) for message in messages]
+    first = plain[0] if plain else {}
+    if first.get("role") != "system" or not isinstance(first.get("content"), str):
+        return plain, None
+    text = marked(first["content"])
+    first["content"] = text.text
+    return plain, text if text.marks else None
+
+
+def problem_of_other_bias(named: Sequence[str], marks: str) -> str:
+    """The sentence about a bias that is asked for beside marks.
+
+    Args:
+        named: What asks for it, in the words of the user.
+        marks: What asks for the marks.
+    """
+    return (
+        "the marks of the system message say what is strengthened and how much; leave out"
+        f" {', '.join(named)}, or {marks}"
+    )
 
 
 def _problem(text: str, stop: int, what: str) -> LayoutError:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from lapa2_interp._util.parsing import parse_json, parse_object, read_text
 from lapa2_interp.cli.live_chat import SYSTEM, LiveChat
 from lapa2_interp.cli.options import AsJson, AugmentationOptions, ModelOptions, Several
 from lapa2_interp.errors import LayoutError, MethodError
+
+if TYPE_CHECKING:
+    from lapa2_interp.bias.marked_text import MarkedText
 
 
 def chat(
@@ -21,6 +24,7 @@ def chat(
     template: str = "{}",
     later: Annotated[list[str] | None, Several] = None,
     keep_turns: bool = False,
+    marks: bool = False,
     model: str = "smollm2-135m",
     length: int = 64,
     samples: int = 1,
@@ -40,6 +44,7 @@ def chat(
     continuations, and the attention on the span against step. Nothing is stored. For example
 
         lapa2 chat --system "You are a pirate. Be brief."
+        lapa2 chat --marks --system "You are a pirate. (Be brief:3)."
         lapa2 chat messages.json --span "phrase:be brief" --augmentation instaboost
         lapa2 chat messages.json --keep-turns --later "And snow?" "And hail?"
 
@@ -53,6 +58,8 @@ def chat(
         later: The user's later messages after those of the file, one after each answer.
         keep_turns: Go on from the cached keys and values of earlier turns; otherwise every turn
             reads the whole chat again, as text.
+        marks: Read marks such as "(Be brief:3)" in the system message: the number is a factor on
+            the odds of the attention on the marked words. Marks take the place of other biases.
         model: A model with a chat template: a name of `lapa2 models`, a hub id or a folder.
         length: Tokens of a continuation, at most.
         samples: Continuations.
@@ -69,10 +76,14 @@ def chat(
                 "--later, --keep-turns and --samples are for the chat of a file; give its messages,"
                 " or leave them out"
             )
+        first: list[dict[str, Any]]
+        first = [{"role": "system", "content": SYSTEM if system is None else system}]
+        marked_text = None
+        if marks:
+            first, marked_text = _read_marks(first, span, augmentation)
         loaded = computing.load(model)
         augmentation.check(loaded)
-        first = {"role": "system", "content": SYSTEM if system is None else system}
-        LiveChat(loaded, [first], span, arguments, augmentation, sampling, as_json).run()
+        LiveChat(loaded, first, span, arguments, augmentation, sampling, as_json, marked_text).run()
         return
     if system is not None:
         raise LayoutError(
@@ -87,18 +98,25 @@ def chat(
         isinstance(message, dict) for message in chat_messages
     ):
         raise LayoutError(f'{messages} should be a list of {{"role": ..., "content": ...}}')
+    marked_text = None
+    if marks:
+        chat_messages, marked_text = _read_marks(chat_messages, span, augmentation)
     import numpy as np
 
     from lapa2_interp.attention.tables import select_layer_type
+    from lapa2_interp.bias.find_spans import rules_of_marks
     from lapa2_interp.bias.layout import Layout
     from lapa2_interp.generation.resolve import cell_of
     from lapa2_interp.methods.chat import chat_task
     from lapa2_interp.models.load import load_tokenizer
     from lapa2_interp.runs.generate import make_cells
 
-    rules = augmentation.build(0.5)
     tokenizer = load_tokenizer(model, computing.trust_remote_code)
     layout = Layout.of_chat(tokenizer, chat_messages, span=span, template=arguments)
+    if marked_text is None:
+        rules = augmentation.build(0.5)
+    else:
+        rules = rules_of_marks(marked_text, layout, tokenizer)
     task = chat_task(chat_messages, span, arguments, later=later or ())
     loaded = computing.load(model)
     augmentation.check(loaded)
@@ -120,11 +138,11 @@ def chat(
     # By turn; NaN once all its answers have ended.
     means = [by_sample[turns == turn].mean("sample").to_numpy() for turn in np.unique(turns)]
     attention = [[float(mass) for mass in masses if mass == mass] for masses in means]
-    marked = layout.tokens[slice(*layout.prefix)]
+    span_tokens = layout.tokens[slice(*layout.prefix)]
     if as_json:
         rounded = [[round(mass, 6) for mass in masses] for masses in attention]
         facts = {
-            "span": {"slots": list(layout.prefix), "tokens": marked},
+            "span": {"slots": list(layout.prefix), "tokens": span_tokens},
             "augmentation": [rule.model_dump(mode="json") for rule in rules],
             "texts": made["continuation"].tolist(),
             "tokens": [list(map(int, tokens)) for tokens in made["tokens"]],
@@ -133,7 +151,7 @@ def chat(
         }
         print(json.dumps(facts, indent=1, ensure_ascii=False))
         return
-    print(f"span {list(layout.prefix)} of {len(layout)} tokens: {marked}")
+    print(f"span {list(layout.prefix)} of {len(layout)} tokens: {span_tokens}")
     print(f"augmentation {' + '.join(rule.label for rule in rules) or 'none'}")
     for turn, text in zip(turns, made["continuation"], strict=True):
         print(f"---{f' turn {turn}' * bool(later)}\n{text}")
@@ -144,6 +162,28 @@ def chat(
         steps = [0, *(2**i for i in range(20) if 2**i < len(masses)), len(masses) - 1]
         for step in dict.fromkeys(steps):
             print(f"step {step:>5}  {masses[step]:.4f}")
+
+
+def _read_marks(
+    messages: list[dict[str, Any]], span: str, augmentation: AugmentationOptions
+) -> tuple[list[dict[str, Any]], MarkedText | None]:
+    """The messages without the marks of the system message, and these marks.
+
+    Raises:
+        LayoutError: A mark is not as it should be, or there is another bias beside marks.
+    """
+    from lapa2_interp.bias.marked_text import problem_of_other_bias, without_marks
+
+    plain, text = without_marks(messages)
+    named = [
+        f"--{name}"
+        for name in ("augmentation", "alpha", "selection")
+        if getattr(augmentation, name) is not None
+    ]
+    named += ["--span"] * (span != "system")
+    if text is not None and named:
+        raise LayoutError(problem_of_other_bias(named, "--marks"))
+    return plain, text
 
 
 def _template_arguments(text: str) -> dict[str, Any]:

@@ -122,8 +122,8 @@ def fading(
     """Ask why control fades: does it come back when the attention on the prefix does?
 
     The same tokens are scored near the prompt and behind more text. Then every head gets the
-    attention on the prefix that it had near, and the other way round. A real model takes an hour or
-    more: --file keeps what is finished. For example
+    attention on the prefix that it had near, and the other way round. A real model takes
+    long: --file keeps what is finished. For example
 
         lapa2 fading planted --filler 8 64 200 --out results/planted-fading
         lapa2 fading planted --filler 8 64 --account --out results/planted-account

@@ -11,10 +11,17 @@ from typing import TYPE_CHECKING, Any
 from lapa2_interp._util.terminal import escape_line
 from lapa2_interp._util.values import check_value, read_value
 from lapa2_interp.cli.options import AugmentationOptions
-from lapa2_interp.errors import AugmentationError, Lapa2Error, LayoutError, unknown_choice
+from lapa2_interp.errors import (
+    AugmentationError,
+    Lapa2Error,
+    LayoutError,
+    pluralize,
+    unknown_choice,
+)
 
 if TYPE_CHECKING:
     from lapa2_interp.bias.augmentation import Augmentation
+    from lapa2_interp.bias.marked_text import MarkedText
     from lapa2_interp.models.facts import Model
 
 SYSTEM = "You are a sailor. Speak of the sea in every sentence."
@@ -34,6 +41,7 @@ class LiveChat:
         augmentation: The bias as it was asked for.
         sampling: Settings of a cell: length, seed, top_k and eos.
         as_json: Print a line of JSON for each answer.
+        marks: Of the system message, in place of another bias.
     """
 
     model: Model
@@ -43,6 +51,7 @@ class LiveChat:
     augmentation: AugmentationOptions
     sampling: Mapping[str, Any]
     as_json: bool = False
+    marks: MarkedText | None = None
     rules: tuple[Augmentation, ...] = field(init=False)
     turn: int = 0
 
@@ -52,10 +61,10 @@ class LiveChat:
     def run(self) -> None:
         """Answer every line of the input. What is wrong with one is told, and the chat goes on."""
         if not self.as_json:
-            print(
-                f"system: {self.messages[0]['content']}\nWrite a message; /alpha 0.5 sets the bias"
-                f" ({self.bias}), /quit ends."
-            )
+            way = f"/alpha 0.5 sets the bias ({self.bias})"
+            if self.marks is not None:
+                way = f"the system message has {self.bias}"
+            print(f"system: {self.messages[0]['content']}\nWrite a message; {way}, /quit ends.")
         for line in self._lines():
             try:
                 if not line.startswith("/"):
@@ -70,6 +79,8 @@ class LiveChat:
     @property
     def bias(self) -> str:
         """The bias in words."""
+        if self.marks is not None:
+            return pluralize(len(self.marks.marks), "mark")
         return " + ".join(rule.label for rule in self.rules) or "no bias"
 
     def _lines(self) -> Iterator[str]:
@@ -90,12 +101,16 @@ class LiveChat:
         """Do what a line with a command says: /alpha NUMBER.
 
         Raises:
-            Lapa2Error: No such command, or no alpha that the bias may have.
+            Lapa2Error: No such command, or no alpha that the bias may have, or marks.
         """
         if command != "/alpha":
             raise Lapa2Error(unknown_choice("command", command, COMMANDS))
         if len(words) != 1:
             raise AugmentationError(f"/alpha takes one number, found {len(words)} words")
+        if self.marks is not None:
+            from lapa2_interp.bias.marked_text import problem_of_other_bias
+
+            raise AugmentationError(problem_of_other_bias([command], "--marks"))
         alpha = check_value("alpha", read_value(words[0]), float)
         options = replace(self.augmentation, alpha=alpha)
         rules = options.build(0.0)
@@ -113,18 +128,25 @@ class LiveChat:
         Raises:
             Lapa2Error: As `generate`. The chat is as before.
         """
+        from lapa2_interp.bias.find_spans import rules_of_marks
+        from lapa2_interp.bias.layout import Layout
         from lapa2_interp.generation.resolve import cell_of
         from lapa2_interp.methods.chat import chat_task
         from lapa2_interp.report.fading_chat import chat_fade
         from lapa2_interp.runs.generate import make_cells
 
         asked = [*self.messages, {"role": "user", "content": text}]
+        rules = self.rules
+        if self.marks is not None:
+            tokenizer = self.model.tokenizer
+            layout = Layout.of_chat(tokenizer, asked, template=self.template)
+            rules = rules_of_marks(self.marks, layout, tokenizer)
         cell = cell_of(
             self.model,
             method="chat",
             # A phrase is that of the first messages, also where an answer repeats it.
             task=chat_task(asked, self.span, self.template, n_searched=2),
-            augmentation=self.rules or "none",
+            augmentation=rules or "none",
             trace="pooled",
             **self.sampling,
         )
@@ -135,7 +157,7 @@ class LiveChat:
         self.turn += 1
         facts = {
             "turn": self.turn,
-            "augmentation": [rule.model_dump(mode="json") for rule in self.rules],
+            "augmentation": [rule.model_dump(mode="json") for rule in rules],
             "text": continuation,
             **{name: fade[name].item() for name in ("keys", "attention", "effect")},
         }

@@ -11,9 +11,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from lapa2_interp.attention.batch_bias import BatchBias
 from lapa2_interp.bias.augmentation import Augmentation, active_augmentations
-from lapa2_interp.bias.find_spans import SpanFinder
+from lapa2_interp.bias.find_spans import SpanFinder, rules_of_marks
 from lapa2_interp.bias.layout import Layout
-from lapa2_interp.bias.marked_text import MarkedText, marked
+from lapa2_interp.bias.marked_text import problem_of_other_bias, without_marks
 from lapa2_interp.bias.recipes import resolve_recipes
 from lapa2_interp.errors import Lapa2Error
 from lapa2_interp.models.facts import facts_of
@@ -193,12 +193,11 @@ def read_request(
             messages = _messages(body.messages or [])
             marks = None
             if defaults.marks if body.lapa2.marks is None else body.lapa2.marks:
-                messages, marks = _without_marks(messages)
+                messages, marks = without_marks(messages)
             if marks is not None:
                 _check_no_other_bias(body.lapa2)
-                ids = _chat(model, messages, "system", ()).ids
-                finder = SpanFinder(marks, "first", tokenizer=model.tokenizer)
-                layout, rules = finder.marked_layout(ids)
+                layout = _chat(model, messages, "system", ())
+                rules = rules_of_marks(marks, layout, model.tokenizer)
             else:
                 layout = _chat(model, messages, span, rules)
         else:
@@ -333,18 +332,6 @@ def _messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return read
 
 
-def _without_marks(
-    messages: list[dict[str, Any]],
-) -> tuple[list[dict[str, Any]], MarkedText | None]:
-    """The messages with a plain system message, and what it marked. Only that of the system is
-    read: a user could mark, too."""
-    if messages[0]["role"] != "system":
-        return messages, None
-    text = marked(messages[0]["content"])
-    plain = [messages[0] | {"content": text.text}, *messages[1:]]
-    return plain, text if text.marks else None
-
-
 def _check_no_other_bias(steering: Steering) -> None:
     named = [
         name
@@ -352,11 +339,7 @@ def _check_no_other_bias(steering: Steering) -> None:
         if getattr(steering, name) is not None
     ]
     if named:
-        raise ProtocolError(
-            f"the marks of the system message say what is strengthened and how much; leave out"
-            f" {', '.join(named)}, or marks",
-            400, "lapa2.marks",
-        )  # fmt: skip
+        raise ProtocolError(problem_of_other_bias(named, "marks"), 400, "lapa2.marks")
 
 
 def _chat(

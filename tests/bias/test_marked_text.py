@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lapa2_interp.bias.marked_text import marked
+from lapa2_interp.bias.marked_text import marked, without_marks
 from lapa2_interp.errors import LayoutError
 
 READ = {
@@ -56,6 +56,19 @@ def test_what_is_not_well_formed_shows_its_place(text, message):
     with pytest.raises(LayoutError) as raised:
         marked(text)
     assert message in str(raised.value)
+
+
+def test_only_the_system_message_in_front_is_read():
+    system = {"role": "system", "content": "Be (brief:2)."}
+    user = {"role": "user", "content": "(Why:3)?"}
+    plain, text = without_marks([system, user])
+    assert plain == [{"role": "system", "content": "Be brief."}, user]
+    assert text == marked("Be (brief:2).")
+    assert system["content"] == "Be (brief:2)."
+    for others in ([user, system], [{"role": "system", "content": "(a)"}, user], []):
+        assert without_marks(others) == (others, None)
+    calls = [{"role": "system", "content": None, "tool_calls": [{}]}]
+    assert without_marks(calls) == (calls, None)
 
 
 @given(st.text(alphabet="ab():.1\\ ", max_size=40))

@@ -190,6 +190,120 @@ def test_a_message_that_is_no_text_ends_the_chat(chat, monkeypatch, capsys):
     assert "a message is not utf-8" in capsys.readouterr().err
 
 
+MARKED = "Be (brief:5), (sail:0.25)or."
+"""Marks on the letters 3 to 7 and 10 to 13 of "Be brief, sailor."."""
+MARK_RULES = tuple(
+    Augmentation(law="scale", alpha=np.log(factor), span=("prefix", at), phase="after_span")
+    for factor, at in ((5, (3, 4, 5, 6, 7)), (0.25, (10, 11, 12, 13)))
+)
+SPANS = [["prefix", [3, 4, 5, 6, 7]], ["prefix", [10, 11, 12, 13]]]
+
+
+def test_marks_of_the_system_message_are_the_bias_of_every_answer(chat, chatting):
+    """As rules on these letters, which are tokens, for the message without marks."""
+    code, printed, errors = chat(
+        "Be (kind:5)?", "And snow?", options=["--json", "--marks", "--system", MARKED]
+    )
+    asked = [messages("Be brief, sailor.")[0], {"role": "user", "content": "Be (kind:5)?"}]
+    run = generate(
+        chatting, method="chat", task=chat_task(asked, later=["And snow?"]),
+        augmentation=MARK_RULES, length=3, eos="stop",
+    )  # fmt: skip
+    made = answers(printed)
+    assert (code, errors) == (0, "")
+    assert [answer["text"] for answer in made] == run.texts()["continuation"].tolist()
+    fade = chat_fade(chatting, run)
+    for name in ("keys", "attention", "effect"):
+        np.testing.assert_allclose([answer[name] for answer in made], fade[name], atol=1e-6)
+    for answer in made:
+        assert [rule["span"] for rule in answer["augmentation"]] == SPANS
+    plain = generate(chatting, method="chat", task=chat_task(asked), length=3, eos="stop", alpha=0)
+    assert abs(chat_fade(chatting, plain)["attention"][0] - made[0]["attention"]) > 1e-3
+
+
+def test_marks_are_brackets_without_the_option(chat):
+    _, printed, _ = chat("Why?", options=["--json", "--system", MARKED])
+    _, of_marks, _ = chat("Why?", options=["--json", "--marks", "--system", MARKED])
+    brackets = len(MARKED) - len("Be brief, sailor.")
+    assert answers(printed)[0]["keys"] == answers(of_marks)[0]["keys"] + brackets
+    assert answers(printed)[0]["augmentation"] == []
+
+
+def test_a_message_without_marks_takes_another_bias(chat):
+    """So does one whose marks are written as brackets."""
+    _, printed, errors = chat("Why?", options=["--json", "--marks", "--alpha", "0.5"])
+    assert not errors
+    _, without, _ = chat("Why?", options=["--json", "--alpha", "0.5"])
+    assert printed == without
+    code, printed, _ = chat(
+        "Why?", options=["--json", "--marks", "--alpha", "0.5", "--system", r"Be \(brief:5\)."]
+    )
+    assert code == 0
+    assert answers(printed)[0]["augmentation"][0]["alpha"] == 0.5
+
+
+def test_a_chat_says_how_many_marks_it_has(chat):
+    code, printed, errors = chat(
+        "Why?", "/alpha 0.5", "And snow?", options=["--marks", "--system", MARKED]
+    )
+    assert code == 0
+    assert "system: Be brief, sailor." in printed
+    assert "the system message has 2 marks, /quit ends" in printed
+    assert "-- turn 1, 2 marks, " in printed
+    assert "-- turn 2, 2 marks, " in printed
+    assert "leave out /alpha, or --marks" in errors
+
+
+def test_marks_of_a_file_are_read(chat, chatting, monkeypatch, tmp_path):
+    monkeypatch.setattr("lapa2_interp.models.load.load_tokenizer", lambda *_: chatting.tokenizer)
+    file = tmp_path / "messages.json"
+    file.write_text(json.dumps(messages(MARKED)), "utf-8")
+    code, printed, _ = chat(options=[str(file), "--marks", "--json"])
+    made = json.loads(printed)
+    assert code == 0
+    assert "".join(made["span"]["tokens"]) == "Be brief, sailor."
+    assert [rule["span"] for rule in made["augmentation"]] == SPANS
+    run = generate(
+        chatting, method="chat", task=chat_task(messages("Be brief, sailor.")),
+        augmentation=MARK_RULES, length=3, eos="stop",
+    )  # fmt: skip
+    assert made["texts"] == run.texts()["continuation"].tolist()
+
+
+@pytest.mark.parametrize(
+    ("system", "options", "problem"),
+    [
+        ("Be (brief:0).", [], "the factor 0 is not a number from 1e-06 to 1,000,000: 'Be (brief:0)' in letter 12"),
+        ("Be (very (brief:2):3).", [], "a mark stands inside a mark"),
+        (MARKED, ["--alpha", "0.5"], "leave out --alpha, or --marks"),
+        (MARKED, ["--augmentation", "instaboost"], "leave out --augmentation, or --marks"),
+        (MARKED, ["--selection", "card.json"], "leave out --selection, or --marks"),
+        (MARKED, ["--span", "phrase:brief"], "leave out --span, or --marks"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("of_file", [False, True])
+def test_wrong_marks_and_another_bias_beside_marks_are_refused(
+    chat, tmp_path, monkeypatch, system, options, problem, of_file
+):
+    """Before a model is loaded."""
+    monkeypatch.setattr("lapa2_interp.models.load.load_model", None)
+    chat_of = ["--system", system]
+    if of_file:
+        file = tmp_path / "messages.json"
+        file.write_text(json.dumps(messages(system)), "utf-8")
+        chat_of = [str(file)]
+    code, _, errors = chat("Why?", options=[*chat_of, "--marks", *options])
+    assert code == 2
+    assert problem in errors
+
+
+def test_a_mark_beyond_the_words_of_the_message_is_told(chat):
+    """White space at the ends of a message is no part of its span."""
+    _, printed, errors = chat("Why?", options=["--json", "--marks", "--system", "( Be:2) brief."])
+    assert not printed
+    assert "reaches beyond the words of the system message; mark no white space" in errors
+
+
 def test_a_phrase_stays_that_of_the_first_messages(chat):
     """The user says it again, and the chat goes on."""
     code, printed, errors = chat(

@@ -288,6 +288,34 @@ def test_effects_are_those_of_each_answer_in_its_chat(tmp_path, monkeypatch):
         why.effects(run, texts, rows)
 
 
+def test_changes_of_the_effect_are_paired_on_chats():
+    """Chats differ widely, and each arm adds the same to all of them: the intervals are points."""
+    why = import_module("analyses.instructions.why")
+    adds = {"baseline": 0.0, "lapa2": 0.5, "head-selective": 0.25}
+    rows = pd.DataFrame(
+        [
+            {"family": family, "message": message, "prompt": f"{message} {question}", "turn": turn}
+            | {"attention": message + question + turn * added, "js": -turn * added}
+            for family, added in reversed(adds.items())
+            for message in range(8)
+            for question in range(2)
+            for turn in (1, 8)
+        ]
+    )
+    table = why.changes(rows).set_index(["family", "against", "measure", "turn"])
+    pairs = [("lapa2", "baseline"), ("head-selective", "baseline"), ("head-selective", "lapa2")]
+    assert len(table) == len(pairs) * 2 * 2
+    for after, before in pairs:
+        for turn in (1, 8):
+            added = turn * (adds[after] - adds[before])
+            for measure, sign in (("attention", 1), ("js", -1)):
+                row = table.loc[after, before, measure, turn]
+                assert row[["difference", "low", "high"]].to_list() == pytest.approx(
+                    [sign * added] * 3
+                )
+                assert row[["answers", "messages"]].to_list() == [16, 8]
+
+
 def test_histories_are_exchanged(monkeypatch):
     """Every history is answered without and with the bias, after the earlier answers."""
     why = import_module("analyses.instructions.why")

@@ -183,6 +183,7 @@ def test_one_point_more_of_a_label_table_is_seen(recompute, tmp_path, capsys, fo
         ("fading/account/account.csv", "causes", "share"),
         ("labels/fading/control.csv", "fade", "control"),
         ("instructions/effect.csv", "instructions", "high"),
+        ("instructions/effect.changes.csv", "instructions", "low"),
         ("instructions/held-out/equal.csv", "instructions", "value"),
         ("instructions/table.csv", "instructions", "cost"),
         ("paper/quick/tables/verdicts.csv", "copies", "here"),

@@ -42,13 +42,13 @@ def test_an_answer_is_that_of_generate(asker, model):
 
 
 def test_marks_of_the_system_message_are_read_where_they_are_asked_for(asker):
-    """They are those of the same words found in the text; a user's stay brackets."""
+    """They are those of the phrase at the end of the message; a user's stay brackets."""
     ask = asker().ask
-    marked_chat = [{"role": "system", "content": "Be (brief:5)."}, CHAT[1]]
-    plain_chat = [{"role": "system", "content": "Be brief."}, CHAT[1]]
+    marked_chat = [{"role": "system", "content": "Be (brief:5)"}, CHAT[1]]
+    plain_chat = [{"role": "system", "content": "Be brief"}, CHAT[1]]
     settings = {"seed": 3, "max_tokens": 12}
     answer, _ = ask(messages=marked_chat, lapa2={"marks": True}, **settings)
-    assert answer.asked.layout.ids == ask(messages=plain_chat)[0].asked.layout.ids
+    assert answer.asked.layout == ask(messages=plain_chat)[0].asked.layout
     rule = {"augmentation": f"lapa2:law=scale,alpha={np.log(5)}", "span": "phrase:brief"}
     assert answer.tokens == ask(messages=plain_chat, lapa2=rule, **settings)[0].tokens
     assert answer.tokens != ask(messages=plain_chat, lapa2={"alpha": 0}, **settings)[0].tokens
