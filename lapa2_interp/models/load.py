@@ -38,6 +38,7 @@ from lapa2_interp.models.configuration import check_decoder_depth, context_lengt
 from lapa2_interp.models.exact_softmax import make_softmax_exact
 from lapa2_interp.models.facts import Model, TransformersModel, check_has_tokenizer, facts_of
 from lapa2_interp.models.fingerprint import weights_read_once
+from lapa2_interp.models.gguf_file import gguf_facts, gguf_folder, gguf_of, quiet_transformers
 from lapa2_interp.models.lens_classes import make_bridge, make_hooked_transformer
 from lapa2_interp.models.liveness import assert_live
 from lapa2_interp.models.machine import check_attn, default_device, resolve_dtype
@@ -56,7 +57,6 @@ from lapa2_interp.models.smollm2 import (
     SMOLLM2,
     SMOLLM2_SHA256,
     SMOLLM2_WHEEL,
-    quiet_transformers,
     smollm2_folder,
 )
 from lapa2_interp.models.tiny import TINY, tiny_config, tiny_tokenizer
@@ -355,7 +355,7 @@ def load_transformers(
         return network.to(getattr(torch, dtype)).eval(), tokenizer, "random, seed 0"
     # All others are loaded from files.
     source = str(model_source(name))
-    check_weights(name)
+    check_weights(source)
     with quiet_transformers(), files_unchanged(source):
         try:
             check_generation_config(Path(source))
@@ -465,6 +465,8 @@ def model_source(name: str) -> str | Path:
     """The folder or hub id from which transformers loads a model."""
     if (name := name.removeprefix(UNTRAINED)) == SMOLLM2:
         return smollm2_folder()
+    if (file := gguf_of(name)) is not None:
+        return gguf_folder(file)
     path = Path(name)
     if path.is_dir() and name:
         if (path / ADAPTER).is_file():
@@ -479,7 +481,7 @@ def model_source(name: str) -> str | Path:
         problem = "is a file" if path.is_file() else "does not exist"
         raise ModelError(
             f"{name} {problem}; give the folder of a model, with config.json and safetensors"
-            f" weights{looked_for(name)}"
+            f" weights, or a .gguf file{looked_for(name)}"
         )
     check_hub(name)
     return name
@@ -545,6 +547,8 @@ def provenance(name: str, config: PretrainedConfig) -> str:
     """The origin of a model: a hash of the files that decide its texts, or the hub's commit."""
     if name == SMOLLM2:
         return f"sha256 {SMOLLM2_SHA256} ({SMOLLM2_WHEEL})"
+    if (file := gguf_of(name)) is not None:
+        return str(gguf_facts(file))
     if Path(name).is_dir():
         digest = folder_hash(Path(name))
         return f"sha256 {digest} (of the folder's weights, configuration and tokenizer)"
