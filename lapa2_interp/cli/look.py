@@ -68,11 +68,11 @@ def models(*, as_json: AsJson = False) -> None:
         print(f"{row['name']:<14} {'ready' if row['ready'] else 'missing':<8} {row['what']}")
     print(
         f"{'any other':<14} {'':<8} a Hugging Face hub id (gpt2-medium, EleutherAI/pythia-160m,"
-        " ...) or a local folder,"
+        " ...), a local folder"
     )
     print(
-        f"{'':<14} {'':<8} with safetensors weights; `lapa2 probe MODEL` tells whether its"
-        " attention can be edited"
+        f"{'':<14} {'':<8} with safetensors weights, or a GGUF file; `lapa2 probe MODEL` tells"
+        " whether its attention can be edited"
     )
 
 
