@@ -9,6 +9,8 @@ SPECIAL = ["<|start|>", "<|end|>", "<|turn|>"]
 BYTES = sorted(pre_tokenizers.ByteLevel.alphabet())
 TOKENS = [*SPECIAL, *BYTES, "th", "Ġth"]
 """A merge of two bytes, and one with a blank in front."""
+PIECES = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256)), "▁th", "th", *"▁the"]
+"""Of a tokenizer of LLaMA 2's kind, the likeliest first."""
 TEMPLATE = "{% for message in messages %}<|turn|>{{ message['content'] }}<|end|>{% endfor %}"
 NAMES = {
     "model.embed_tokens.": "token_embd.",
@@ -33,7 +35,6 @@ def tiny_network(kind="llama", tied=False, **more):
 
     config = AutoConfig.for_model(
         kind,
-        vocab_size=len(TOKENS),
         hidden_size=64,
         intermediate_size=96,
         num_hidden_layers=2,
@@ -41,7 +42,13 @@ def tiny_network(kind="llama", tied=False, **more):
         num_key_value_heads=2,
         max_position_embeddings=128,
         tie_word_embeddings=tied,
-        **{"initializer_range": 0.3, "bos_token_id": 0, "eos_token_id": 1} | more,
+        **{
+            "vocab_size": len(TOKENS),
+            "initializer_range": 0.3,
+            "bos_token_id": 0,
+            "eos_token_id": 1,
+        }
+        | more,
     )
     with torch.random.fork_rng():
         torch.manual_seed(5)
@@ -84,6 +91,7 @@ def write_gguf(
     architecture=None,
     tokenizer=True,
     add_bos=False,
+    pre="qwen2",
     licence="apache-2.0",
     file_type=gguf.LlamaFileType.ALL_F32,
 ):
@@ -93,6 +101,7 @@ def write_gguf(
         types: Types of tensors by the last parts of their names; float32 by default.
         tensors: Tensors to add or replace; None leaves one out.
         fields: Texts and numbers to add.
+        tokenizer: Byte-level as GPT-2's and Qwen's, "sentencepiece" as that of LLaMA 2, or None.
     """
     config = network.config
     writer = gguf.GGUFWriter(str(file), architecture or config.model_type)
@@ -110,22 +119,33 @@ def write_gguf(
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
     if config.model_type == "llama":
         writer.add_rope_dimension_count(config.hidden_size // config.num_attention_heads)
-    if tokenizer:
+    if tokenizer == "sentencepiece":
+        writer.add_tokenizer_model("llama")
+        writer.add_token_list(PIECES)
+        writer.add_token_scores([-float(i) for i in range(len(PIECES))])
+        writer.add_token_types([2, 3, 3] + [6] * 256 + [1] * (len(PIECES) - 259))
+        writer.add_bos_token_id(1)
+        writer.add_eos_token_id(2)
+        writer.add_unk_token_id(0)
+    elif tokenizer:
         writer.add_tokenizer_model("gpt2")
-        writer.add_tokenizer_pre("qwen2")
+        writer.add_tokenizer_pre(pre)
         writer.add_token_list(TOKENS)
         writer.add_token_types([3] * len(SPECIAL) + [1] * (len(TOKENS) - len(SPECIAL)))
         writer.add_token_merges(["t h", "Ġ th"])
         writer.add_bos_token_id(0)
         writer.add_eos_token_id(1)
-        writer.add_add_bos_token(add_bos)
+        if add_bos is not None:
+            writer.add_add_bos_token(add_bos)
         writer.add_chat_template(TEMPLATE)
     for key, value in (fields or {}).items():
         (writer.add_string if isinstance(value, str) else writer.add_uint32)(key, value)
     for name, array in (tensors_of(network) | (tensors or {})).items():
         if array is None:
             continue
-        kind = next((t for end, t in (types or {}).items() if f".{name}".endswith(f".{end}")), "F32")
+        kind = next(
+            (t for end, t in (types or {}).items() if f".{name}".endswith(f".{end}")), "F32"
+        )
         if kind == "F32":
             writer.add_tensor(name, array)
         else:

@@ -53,7 +53,8 @@ def chat(
         later: The user's later messages after those of the file, one after each answer.
         keep_turns: Go on from the cached keys and values of earlier turns; otherwise every turn
             reads the whole chat again, as text.
-        model: A model with a chat template: a name of `lapa2 models`, a hub id or a folder.
+        model: A model with a chat template: a name of `lapa2 models`, a hub id, a folder or a GGUF
+            file.
         length: Tokens of a continuation, at most.
         samples: Continuations.
         seed: Seed of the random streams.

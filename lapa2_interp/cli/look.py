@@ -178,7 +178,7 @@ def probe(model: str, /, *, computing: ModelOptions = ModelOptions()) -> None:
     """Tell whether an edit of a model's attention scores reaches its logits.
 
     Args:
-        model: A name of `lapa2 models`, a hub id or a folder.
+        model: A name of `lapa2 models`, a hub id, a folder or a GGUF file.
     """
     from lapa2_interp.bias.layer_types import describe_layers
     from lapa2_interp.bias.text_start import describe_start

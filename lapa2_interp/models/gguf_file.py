@@ -54,6 +54,9 @@ LARGEST_FLOAT32 = 2**32
 """Bytes of weights in float32, at most; larger models are stored in 16 bits."""
 FLOAT_BITS = {"F32": 24, "F16": 11, "BF16": 8}
 """Significant bits of the types that are not quantised."""
+OTHER_QUANTISATION = "the model in another quantisation, such as Q4_K_M or Q8_0"
+LLAMA3_TOKENIZERS = ("llama3", "llama-v3", "llama-bpe")
+"""Tokenizers that put BOS in front of a text where the file does not say whether they do."""
 LLAMA3_SCALING = {
     "rope_type": "llama3",
     "low_freq_factor": 1.0,
@@ -193,48 +196,82 @@ def convert(file: Path, folder: Path, digest: str) -> None:
             shutil.copyfile(file, link)
         header = _read_header(file, link)
         facts = _read_facts(header, digest)
-        bar = progress_bar(_count(header), f"converting {file.name}", "weight")
-
-        def dequantize(*arguments: Any, plain: Any = gguf.dequantize) -> Any:
-            weights = plain(*arguments)
-            bar.update(weights.size)
-            return weights
-
+        _check_space(header, facts, folder)
         try:
             # Standard error is redirected, since one bar there cannot be switched off.
             with (
-                bar,
+                _progress(header, file.name),
                 quiet_transformers(),
                 redirect_stderr(StringIO()),
-                _replaced(gguf, dequantize=dequantize),
             ):
                 tokenizer = AutoTokenizer.from_pretrained(alone, gguf_file=link.name)
                 network = load_network(
                     AutoModelForCausalLM, alone, gguf_file=link.name, dtype=facts.dtype
                 )
                 _tie(network, header)
-                _check_all_taken(network, header)
-                _restore_ends(network, header)
+                _check_all_taken(network, header, file)
+                _restore_markers(network, tokenizer, header)
                 # The tensors are plain now, but these attributes would forbid saving them.
                 del network.config.quantization_config
                 network.hf_quantizer = None
                 network.save_pretrained(folder)
                 tokenizer.save_pretrained(folder)
+        except ModelError as error:
+            raise ModelError(str(error).replace(alone, str(file))) from error
         except Exception as error:  # many libraries raise here
             if isinstance(error, MemoryError) or getattr(error, "errno", None):
                 raise
-            raise ModelError(
-                f"transformers cannot read {file} ({facts.architecture}, {facts.quantisation}):"
-                f" {first_sentence(error).replace(alone, '') or type(error).__name__}; give the"
-                f" model as safetensors, or one of {_known_architectures()}"
-            ) from error
+            raise ModelError(_refusal(file, facts, error)) from error
     write_json(folder / FACTS, facts.model_dump_json())
 
 
-def _known_architectures() -> str:
+@contextmanager
+def _progress(header: GGUFReader, name: str) -> Iterator[None]:
+    """A block in which the weights that transformers dequantises advance a bar."""
+    import gguf
+
+    plain = gguf.dequantize
+
+    def dequantize(*arguments: Any) -> Any:
+        weights = plain(*arguments)
+        bar.update(weights.size)
+        return weights
+
+    with (
+        progress_bar(_count(header), f"converting {name}", "weight") as bar,
+        _replaced(gguf, dequantize=dequantize),
+    ):
+        yield
+
+
+def _check_space(header: GGUFReader, facts: GGUFFacts, folder: Path) -> None:
+    """Refuse to convert a file whose weights do not fit on the disk.
+
+    Raises:
+        ModelError: They do not.
+    """
+    needed = _count(header) * (4 if facts.dtype == "float32" else 2)
+    if (free := shutil.disk_usage(folder).free) < needed:
+        raise ModelError(
+            f"the converted model takes {needed / 1e9:.1f} GB, and the cache {cache_folder()} has"
+            f" {free / 1e9:.1f} GB; set LAPA2_CACHE to a folder with more space"
+        )
+
+
+def _refusal(file: Path, facts: GGUFFacts, error: Exception) -> str:
+    """The message for a file that transformers cannot read."""
     from transformers.modeling_gguf_pytorch_utils import GGUF_SUPPORTED_ARCHITECTURES
 
-    return ", ".join(sorted({*GGUF_SUPPORTED_ARCHITECTURES} - {"general", "tokenizer"}))
+    reason, other = first_sentence(error) or type(error).__name__, ""
+    if "architecture" in reason:
+        known = sorted({*GGUF_SUPPORTED_ARCHITECTURES} - {"general", "tokenizer"})
+        other = f"one of {', '.join(known)}, or "
+    elif "antization" in reason:
+        other = f"{OTHER_QUANTISATION}, or "
+    return (
+        f"transformers cannot read {file} ({facts.architecture}, {facts.quantisation}): {reason};"
+        f" give {other}the model as a folder with safetensors weights"
+    )
 
 
 @contextmanager
@@ -267,41 +304,45 @@ def _read_header(file: Path, link: Path) -> GGUFReader:
         header = gguf.GGUFReader(str(link))
         architecture = str(_field(header, "general.architecture"))
     except Exception as error:  # numpy's, of many types
-        reason = first_sentence(error) or type(error).__name__
+        reason = first_sentence(error)
         if "GGMLQuantizationType" in reason:
             version = importlib.metadata.version("gguf")
             raise ModelError(
                 f"{file} has tensors of a type that gguf {version} does not know ({reason}); give"
-                " the model in another quantisation, such as Q4_K_M or Q8_0"
+                f" {OTHER_QUANTISATION}"
             ) from error
-        raise ModelError(f"{file} is damaged or cut off ({reason}); download it again") from error
+        raise ModelError(
+            f"{file} is damaged or cut off: its {file.stat().st_size:,} bytes do not hold what its"
+            " header says; download it again"
+        ) from error
     if "tokenizer.ggml.tokens" not in header.fields:
         raise ModelError(
             f"{file} has no tokenizer; give a file that has one, or the model as a folder with"
             " safetensors weights and a tokenizer"
         )
-    scaling = _field(header, f"{architecture}.rope.scaling.type")
-    if scaling not in (None, "none") and architecture != "gpt-oss":
-        raise ModelError(
-            f"{file} scales its rotary frequencies ({scaling}), which transformers does not read in"
-            " a GGUF file; give the model as a folder with safetensors weights"
-        )
+    for key in ("rope.scaling.type", "rope.scaling.factor", "rope.scale_linear"):
+        scaling = _field(header, f"{architecture}.{key}")
+        if scaling not in (None, "none", 0, 1) and architecture != "gpt-oss":
+            raise ModelError(
+                f"{file} scales its rotary frequencies ({key} {scaling}), which transformers does"
+                " not read in a GGUF file; give the model as a folder with safetensors weights"
+            )
     return header
 
 
-def _field(header: GGUFReader, key: str) -> str | int | None:
+def _field(header: GGUFReader, key: str) -> str | int | float | None:
     """The value of a text or number in a header; None where it lacks one."""
     field = header.fields.get(key)
     if field is None:
         return None
     value = field.parts[field.data[0]]
-    return bytes(value).decode() if field.types[0].name == "STRING" else int(value[0])
+    return bytes(value).decode() if field.types[0].name == "STRING" else value[0].item()
 
 
 def _read_facts(header: GGUFReader, digest: str) -> GGUFFacts:
     from gguf import LlamaFileType
 
-    file_type = _field(header, "general.file_type")
+    file_type: Any = _field(header, "general.file_type")
     try:
         quantisation = LlamaFileType(file_type).name.removeprefix("MOSTLY_").removeprefix("ALL_")
     except ValueError:
@@ -361,7 +402,7 @@ def _are_copies(coarse: Tensor, fine: Tensor, bits: int) -> bool:
     return squares <= allowed
 
 
-def _check_all_taken(network: Any, header: GGUFReader) -> None:
+def _check_all_taken(network: Any, header: GGUFReader, file: Path) -> None:
     """Refuse a file that has more numbers than the network: transformers ignores tensors that it
     does not know.
 
@@ -377,14 +418,17 @@ def _check_all_taken(network: Any, header: GGUFReader) -> None:
             left += int(tensor.n_elements)
         if tensor.name == "output.weight" and config.tie_word_embeddings:
             left -= int(tensor.n_elements)
-        if tensor.name == "rope_freqs.weight" and _took_factors(network, tensor.data):
+        if tensor.name == "rope_freqs.weight" and (
+            config.model_type.startswith("gemma4")  # its configuration implies them
+            or _took_factors(network, tensor.data)
+        ):
             left -= int(tensor.n_elements)
     if left > 0:
         rotary = [tensor.name for tensor in header.tensors if tensor.name.startswith("rope_")]
         raise ModelError(
-            f"the file has {left} numbers more than a {type(network).__name__} takes"
-            f" ({', '.join(rotary) or 'tensors of names that are not known'}), so the model would"
-            " be another one"
+            f"{file} has {left} numbers more than transformers' {type(network).__name__} takes"
+            f" ({', '.join(rotary) or 'in tensors whose names it does not know'}), and would be"
+            " another model without them; give the model as a folder with safetensors weights"
         )
 
 
@@ -409,13 +453,16 @@ def _took_factors(network: Any, factors: Any) -> bool:
     return False
 
 
-def _restore_ends(network: Any, header: GGUFReader) -> None:
-    """Let texts also end at the tokens that end a turn or a message, which transformers does not
-    read."""
+def _restore_markers(network: Any, tokenizer: Any, header: GGUFReader) -> None:
+    """Let texts start and end as in llama.cpp, where transformers reads less in the file: with the
+    BOS of Llama 3, and at tokens that end a turn or a message."""
+    said = _field(header, "tokenizer.ggml.add_bos_token") is not None
+    if _field(header, "tokenizer.ggml.pre") in LLAMA3_TOKENIZERS and not said:
+        tokenizer.add_bos_token = True
     keys = [f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom")]
-    ends = {_field(header, key) for key in keys} - {None}
+    ends = {int(end) for key in keys if (end := _field(header, key)) is not None}
     if len(ends) > 1:
-        network.generation_config.eos_token_id = sorted(map(int, ends))  # type: ignore[arg-type]
+        network.generation_config.eos_token_id = sorted(ends)
 
 
 def _known_sha256(file: Path) -> str:
@@ -426,7 +473,10 @@ def _known_sha256(file: Path) -> str:
         known = json.loads(record.read_text(encoding="utf-8"))
         if known["stamp"] == stamp:
             return str(known["sha256"])
-    digest = sha256_of(file)
+    try:
+        digest = sha256_of(file)
+    except OSError as error:
+        raise ModelError(f"cannot read {file}: {error.strerror}") from error
     with suppress(OSError):
         write_json(record, {"file": str(file.resolve()), "sha256": digest, "stamp": stamp})
     return digest

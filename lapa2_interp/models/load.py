@@ -108,8 +108,8 @@ def load_model(
 
     Args:
         name: "smollm2-135m", "tiny-gpt2", "tiny-llama", "tiny-neox", "planted" (`models.planted`),
-            a Hugging Face hub id, or a local folder (also as a Path); "random:NAME" is the same
-            model untrained.
+            a Hugging Face hub id, a local folder, or a GGUF file, which is converted once (both
+            also as a Path); "random:NAME" is the same model untrained.
         dtype: "float32", "bfloat16", "float16" or "float64"; or "auto": bfloat16 where the device
             computes faster in it than in float32, else float32 (`models.machine.faster_dtype`).
             Texts differ between dtypes.
@@ -152,8 +152,8 @@ def load_model(
     check_attn(attn, model_class)
     if not isinstance(name, str | Path):
         raise ModelError(
-            f"load_model takes a name or a folder, found a {type(name).__name__}; with its"
-            " tokenizer a transformers model is TransformersModel(network, tokenizer, name)"
+            f"load_model takes a name, a folder or a GGUF file, found a {type(name).__name__};"
+            " with its tokenizer a transformers model is TransformersModel(network, tokenizer, name)"
         )
     name = expand_name(name)
     if seed is not None:
@@ -462,7 +462,7 @@ def expand_name(name: str | Path) -> str:
 
 
 def model_source(name: str) -> str | Path:
-    """The folder or hub id from which transformers loads a model."""
+    """The folder or hub id from which transformers loads a model. A GGUF file is converted."""
     if (name := name.removeprefix(UNTRAINED)) == SMOLLM2:
         return smollm2_folder()
     if (file := gguf_of(name)) is not None:
@@ -527,8 +527,9 @@ def load_error(name: str, error: Exception) -> str:
     reason = first_sentence(error)
     if isinstance(error, ImportError):  # of quantised weights, or of a tokenizer's own format
         return f"the model {name!r} needs a library that is not installed: {reason}; install it"
-    if Path(name).is_dir():
-        return f"cannot load the model in the folder {name}: {reason}; download or save it again"
+    if (path := Path(name)).exists():
+        place = f"the folder {name}" if path.is_dir() else name
+        return f"cannot load the model in {place}: {reason}; download or save it again"
     near = get_close_matches(name, (SMOLLM2, *TINY, PLANTED), n=1)
     hint = f"; did you mean {near[0]!r}?" if near else ""
     offline = (
@@ -538,7 +539,8 @@ def load_error(name: str, error: Exception) -> str:
     )
     return (
         f"cannot load model {name!r}; allowed: {SMOLLM2}, {', '.join(TINY)}, {PLANTED}, a Hugging"
-        f" Face hub id or a local folder with safetensors weights{hint} ({reason}{offline})"
+        f" Face hub id, a local folder with safetensors weights or a GGUF file{hint}"
+        f" ({reason}{offline})"
         f"{looked_for(name)}"
     )
 

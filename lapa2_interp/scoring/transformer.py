@@ -129,8 +129,8 @@ class Perplexity(NetworkScorer):
     other need one forward pass.
 
     Args:
-        model: A name of `lapa2 models`, a hub id or a folder. The paper: gpt2-large, and
-            LLaMA-2-13B for the large models.
+        model: A name of `lapa2 models`, a hub id, a folder or a GGUF file. The paper:
+            gpt2-large, and LLaMA-2-13B for the large models.
         generator: The weights that generated the texts, if known; if they are this model's, the
             version says "self".
         min_words: Texts with fewer words are skipped.

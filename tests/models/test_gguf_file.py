@@ -10,7 +10,16 @@ import numpy as np
 import pytest
 import torch
 from conftest import lapa2
-from gguf_files import SPECIAL, TEMPLATE, TOKENS, rounded, tensors_of, tiny_network, write_gguf
+from gguf_files import (
+    PIECES,
+    SPECIAL,
+    TEMPLATE,
+    TOKENS,
+    rounded,
+    tensors_of,
+    tiny_network,
+    write_gguf,
+)
 
 from lapa2_interp import generate, load_model
 from lapa2_interp.errors import ModelError
@@ -185,6 +194,22 @@ def test_the_tokenizer_is_that_of_the_file(tmp_path, add_bos):
     assert tokenizer.chat_template == TEMPLATE
 
 
+def test_a_tokenizer_of_llama_3_adds_bos_unless_the_file_says_otherwise(tmp_path):
+    for add_bos, read in ((None, [0]), (False, [])):
+        file = write_gguf(tmp_path / "a.gguf", tiny_network(), add_bos=add_bos, pre="llama-bpe")
+        assert load_tokenizer(file)("the").input_ids == [*read, *map(TOKENS.index, ("th", "e"))]
+
+
+def test_a_sentencepiece_tokenizer(tmp_path):
+    """It adds BOS, and reads bytes of letters that it lacks."""
+    network = tiny_network(vocab_size=len(PIECES))
+    tokenizer = load_tokenizer(write_gguf(tmp_path / "a.gguf", network, tokenizer="sentencepiece"))
+    pieces = ["<s>", "▁th", "e", "▁", "<0x7A>", "e"]
+    assert tokenizer("the ze").input_ids == [PIECES.index(piece) for piece in pieces]
+    assert tokenizer.decode(tokenizer("the ze").input_ids[1:]) == "the ze"
+    assert (tokenizer.bos_token, tokenizer.eos_token) == ("<s>", "</s>")
+
+
 def test_a_qwen_that_adds_no_bos_reads_none(file):
     model = load_model(file, device="cpu")
     assert identify(model).start_token == ""
@@ -343,7 +368,12 @@ def test_wrong_paths_are_refused(file, tmp_path):
 def test_a_file_that_is_cut_off_is_refused(file, cache, share):
     data = file.read_bytes()
     file.write_bytes(data[: 6 + int(share * (len(data) - 6))])
-    refused(file, "tiny.gguf is damaged or cut off (", "; download it again")
+    refused(
+        file,
+        "tiny.gguf is damaged or cut off",
+        f"its {file.stat().st_size:,} bytes",
+        "download it again",
+    )
     assert not list(cache.glob("gguf-*"))
 
 
@@ -362,14 +392,13 @@ def test_what_transformers_cannot_read_is_refused(tmp_path):
     network, file = tiny_network(), tmp_path / "tiny.gguf"
     write_gguf(file, network, architecture="bert")
     refused(file, "transformers cannot read", "(bert, F32)", "bert is not supported", "qwen2")
+    wide = tensors_of(network)["output_norm.weight"].astype(np.float64)
+    write_gguf(file, network, tensors={"output_norm.weight": wide})
+    refused(file, "transformers cannot read", "(llama, F32)", "F64", "another quantisation")
     write_gguf(file, network)
-    data = bytearray(file.read_bytes())
-    name = b"blk.0.attn_v.weight"
-    at = data.index(name) + len(name) + 4 + 2 * 8  # behind its number of axes and their lengths
+    data, name = bytearray(file.read_bytes()), b"output_norm.weight"
+    at = data.index(name) + len(name) + 4 + 8  # behind its number of axes, and their lengths
     assert data[at : at + 4] == bytes(4)
-    data[at] = gguf.GGMLQuantizationType.F64
-    file.write_bytes(data)
-    refused(file, "tiny.gguf")
     data[at] = 250
     file.write_bytes(data)
     refused(file, "has tensors of a type that gguf", "250", "in another quantisation")
@@ -380,16 +409,27 @@ def test_what_transformers_would_ignore_is_refused(tmp_path):
     network, file = tiny_network(), tmp_path / "tiny.gguf"
     factors = {"rope_freqs.weight": 2 * scaled_factors()}
     write_gguf(file, network, tensors=factors)
-    refused(file, "the file has 8 numbers more than a LlamaForCausalLM", "rope_freqs.weight")
+    refused(file, "8 numbers more than transformers' LlamaForCausalLM", "rope_freqs.weight")
     write_gguf(file, network, tensors={"blk.0.attn_sinks.weight": np.ones(4, np.float32)})
-    refused(file, "the file has 4 numbers more than a LlamaForCausalLM")
+    refused(file, "4 numbers more than transformers' LlamaForCausalLM")
     write_gguf(file, network, fields={"llama.rope.scaling.type": "yarn"})
-    refused(file, "scales its rotary frequencies (yarn)")
+    refused(file, "scales its rotary frequencies (rope.scaling.type yarn)")
+    write_gguf(file, network, fields={"llama.rope.scaling.factor": 4})
+    refused(file, "scales its rotary frequencies (rope.scaling.factor 4)")
     write_gguf(file, network, tensors={"blk.1.ffn_up.weight": None})
     refused(file, "lacks 1 tensor of a LlamaForCausalLM", "layers.1.mlp.up_proj.weight")
     wrong = tensors_of(network)["blk.1.ffn_up.weight"][:64]
     write_gguf(file, network, tensors={"blk.1.ffn_up.weight": wrong})
     refused(file, "another shape")
+
+
+def test_a_full_disk_is_said_before_the_work(file, monkeypatch, cache):
+    usage = shutil.disk_usage(file.parent)._replace(free=100_000)
+    monkeypatch.setattr(gguf_file.shutil, "disk_usage", lambda folder: usage)
+    refused(
+        file, "takes 0.0 GB, and the cache", "has 0.0 GB; set LAPA2_CACHE to a folder with more"
+    )
+    assert not list(cache.glob("gguf-*"))
 
 
 def test_the_facts_are_stored_with_the_model(file, cache):
