@@ -262,15 +262,15 @@ def _refusal(file: Path, facts: GGUFFacts, error: Exception) -> str:
     """The message for a file that transformers cannot read."""
     from transformers.modeling_gguf_pytorch_utils import GGUF_SUPPORTED_ARCHITECTURES
 
-    reason, other = first_sentence(error) or type(error).__name__, ""
+    reason, advice = first_sentence(error) or type(error).__name__, ""
     if "architecture" in reason:
         known = sorted({*GGUF_SUPPORTED_ARCHITECTURES} - {"general", "tokenizer"})
-        other = f"one of {', '.join(known)}, or "
+        advice = f"one of {', '.join(known)}, or "
     elif "antization" in reason:
-        other = f"{OTHER_QUANTISATION}, or "
+        advice = f"{OTHER_QUANTISATION}, or "
     return (
         f"transformers cannot read {file} ({facts.architecture}, {facts.quantisation}): {reason};"
-        f" give {other}the model as a folder with safetensors weights"
+        f" give {advice}the model as a folder with safetensors weights"
     )
 
 
@@ -467,8 +467,8 @@ def _restore_markers(network: Any, tokenizer: Any, header: GGUFReader) -> None:
 
 def _known_sha256(file: Path) -> str:
     """The sha256 of a file, computed once: the cache keeps it until the file changes."""
-    place = hashlib.sha256(str(file.resolve()).encode()).hexdigest()[:12]
-    record, stamp = cache_folder() / "hashes" / f"{place}.json", _stamp(file)
+    path_hash = hashlib.sha256(str(file.resolve()).encode()).hexdigest()[:12]
+    record, stamp = cache_folder() / "hashes" / f"{path_hash}.json", _stamp(file)
     with suppress(OSError, ValueError, KeyError, TypeError):
         known = json.loads(record.read_text(encoding="utf-8"))
         if known["stamp"] == stamp:

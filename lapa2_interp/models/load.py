@@ -528,8 +528,8 @@ def load_error(name: str, error: Exception) -> str:
     if isinstance(error, ImportError):  # of quantised weights, or of a tokenizer's own format
         return f"the model {name!r} needs a library that is not installed: {reason}; install it"
     if (path := Path(name)).exists():
-        place = f"the folder {name}" if path.is_dir() else name
-        return f"cannot load the model in {place}: {reason}; download or save it again"
+        origin = f"the folder {name}" if path.is_dir() else name
+        return f"cannot load the model in {origin}: {reason}; download or save it again"
     near = get_close_matches(name, (SMOLLM2, *TINY, PLANTED), n=1)
     hint = f"; did you mean {near[0]!r}?" if near else ""
     offline = (
