@@ -152,8 +152,8 @@ def load_model(
     check_attn(attn, model_class)
     if not isinstance(name, str | Path):
         raise ModelError(
-            f"load_model takes a name, a folder or a GGUF file, found a {type(name).__name__}; a"
-            " transformers model is, with its tokenizer, TransformersModel(network, tokenizer, name)"
+            f"load_model takes a name, a folder or a GGUF file, found a {type(name).__name__}; with"
+            " its tokenizer a transformers model is TransformersModel(network, tokenizer, name)"
         )
     name = expand_name(name)
     if seed is not None:
