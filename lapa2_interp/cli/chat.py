@@ -60,7 +60,8 @@ def chat(
             reads the whole chat again, as text.
         marks: Read marks such as "(Be brief:3)" in the system message: the number is a factor on
             the odds of the attention on the marked words. Marks take the place of other biases.
-        model: A model with a chat template: a name of `lapa2 models`, a hub id or a folder.
+        model: A model with a chat template: a name of `lapa2 models`, a hub id, a folder or a GGUF
+            file.
         length: Tokens of a continuation, at most.
         samples: Continuations.
         seed: Seed of the random streams.

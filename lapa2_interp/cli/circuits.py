@@ -33,7 +33,8 @@ def circuits(
         lapa2 circuits smollm2-135m --task sentiment --out results/circuits
 
     Args:
-        model: A name of `lapa2 models`, a hub id or a folder. planted has a known circuit.
+        model: A name of `lapa2 models`, a hub id, a folder or a GGUF file. planted has a
+            known circuit.
         out: The folder of tables and page (report.html).
         placebo: Also make every map where there is nothing to find: in the same model with random
             weights, and with the attributes of half of the prompts swapped.
@@ -72,7 +73,7 @@ def select(
             --out results/selection.json
 
     Args:
-        model: A name of `lapa2 models`, a hub id or a folder.
+        model: A name of `lapa2 models`, a hub id, a folder or a GGUF file.
         out: The card, a JSON file.
     """
     from lapa2_interp.circuits import selection
@@ -131,8 +132,8 @@ def fading(
             --out results/fading
 
     Args:
-        model: A name of `lapa2 models`, a hub id or a folder. planted and planted-gain have known
-            answers.
+        model: A name of `lapa2 models`, a hub id, a folder or a GGUF file. planted and
+            planted-gain have known answers.
         out: The folder of tables and figure.
         selection: Heads of `lapa2 select`, whose mass is also changed alone.
         account: Instead, divide the fade among four causes, whatever their order: the distance to

@@ -68,11 +68,11 @@ def models(*, as_json: AsJson = False) -> None:
         print(f"{row['name']:<14} {'ready' if row['ready'] else 'missing':<8} {row['what']}")
     print(
         f"{'any other':<14} {'':<8} a Hugging Face hub id (gpt2-medium, EleutherAI/pythia-160m,"
-        " ...) or a local folder,"
+        " ...), a local folder"
     )
     print(
-        f"{'':<14} {'':<8} with safetensors weights; `lapa2 probe MODEL` tells whether its"
-        " attention can be edited"
+        f"{'':<14} {'':<8} with safetensors weights, or a GGUF file; `lapa2 probe MODEL` tells"
+        " whether its attention can be edited"
     )
 
 
@@ -178,7 +178,7 @@ def probe(model: str, /, *, computing: ModelOptions = ModelOptions()) -> None:
     """Tell whether an edit of a model's attention scores reaches its logits.
 
     Args:
-        model: A name of `lapa2 models`, a hub id or a folder.
+        model: A name of `lapa2 models`, a hub id, a folder or a GGUF file.
     """
     from lapa2_interp.bias.layer_types import describe_layers
     from lapa2_interp.bias.text_start import describe_start

@@ -49,7 +49,8 @@ def serve(
     LAPA2_API_KEY.
 
     Args:
-        model: A model with a chat template: a name of `lapa2 models`, a hub id or a folder.
+        model: A model with a chat template: a name of `lapa2 models`, a hub id, a folder or a GGUF
+            file.
         span: What is steered to where a request does not say: system, turn:2, or phrase:TEXT.
         host: The address to listen at.
         port: Its port; 0 takes a free one.

@@ -60,7 +60,7 @@ class Cell(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     model: str
-    """A name of `lapa2 models`, a hub id or a folder."""
+    """A name of `lapa2 models`, a hub id, a folder or a GGUF file."""
     dtype: Dtype
     """Precision of weights and computation."""
     model_class: ModelClass

@@ -104,7 +104,7 @@ class CellSettings(BaseModel):
     )
 
     model: str | Path | Model = "smollm2-135m"
-    """A name of `lapa2 models`, a hub id or a folder."""
+    """A name of `lapa2 models`, a hub id, a folder or a GGUF file."""
     prompts: Count | str | Path | Sequence[str | Path] | PromptFile | Prompts = TASK
     """Prompts to continue: one text, or several; task: those of the task; a number n: n of the
     task's and, beyond them, of this package's; or a file: lines (.txt), a JSON list (.json), or a

@@ -40,7 +40,7 @@ class ModelCard(BaseModel):
     model_config = ConfigDict(frozen=True)
 
     name: str
-    """The name it was loaded by: a built-in name, a hub id or a folder."""
+    """The name it was loaded by: a built-in name, a hub id, a folder or a GGUF file."""
     weights: str
     """The origin of the weights: a sha256, a hub commit, or the seed of a random model."""
     architecture: str

@@ -38,6 +38,7 @@ from lapa2_interp.models.configuration import check_decoder_depth, context_lengt
 from lapa2_interp.models.exact_softmax import make_softmax_exact
 from lapa2_interp.models.facts import Model, TransformersModel, check_has_tokenizer, facts_of
 from lapa2_interp.models.fingerprint import weights_read_once
+from lapa2_interp.models.gguf_file import gguf_facts, gguf_folder, gguf_of, quiet_transformers
 from lapa2_interp.models.lens_classes import make_bridge, make_hooked_transformer
 from lapa2_interp.models.liveness import assert_live
 from lapa2_interp.models.machine import check_attn, default_device, resolve_dtype
@@ -56,7 +57,6 @@ from lapa2_interp.models.smollm2 import (
     SMOLLM2,
     SMOLLM2_SHA256,
     SMOLLM2_WHEEL,
-    quiet_transformers,
     smollm2_folder,
 )
 from lapa2_interp.models.tiny import TINY, tiny_config, tiny_tokenizer
@@ -108,8 +108,8 @@ def load_model(
 
     Args:
         name: "smollm2-135m", "tiny-gpt2", "tiny-llama", "tiny-neox", "planted" (`models.planted`),
-            a Hugging Face hub id, or a local folder (also as a Path); "random:NAME" is the same
-            model untrained.
+            a Hugging Face hub id, a local folder, or a GGUF file, which is converted once (both
+            also as a Path); "random:NAME" is the same model untrained.
         dtype: "float32", "bfloat16", "float16" or "float64"; or "auto": bfloat16 where the device
             computes faster in it than in float32, else float32 (`models.machine.faster_dtype`).
             Texts differ between dtypes.
@@ -152,8 +152,8 @@ def load_model(
     check_attn(attn, model_class)
     if not isinstance(name, str | Path):
         raise ModelError(
-            f"load_model takes a name or a folder, found a {type(name).__name__}; with its"
-            " tokenizer a transformers model is TransformersModel(network, tokenizer, name)"
+            f"load_model takes a name, a folder or a GGUF file, found a {type(name).__name__}; with"
+            " its tokenizer a transformers model is TransformersModel(network, tokenizer, name)"
         )
     name = expand_name(name)
     if seed is not None:
@@ -355,7 +355,7 @@ def load_transformers(
         return network.to(getattr(torch, dtype)).eval(), tokenizer, "random, seed 0"
     # All others are loaded from files.
     source = str(model_source(name))
-    check_weights(name)
+    check_weights(source)
     with quiet_transformers(), files_unchanged(source):
         try:
             check_generation_config(Path(source))
@@ -462,9 +462,11 @@ def expand_name(name: str | Path) -> str:
 
 
 def model_source(name: str) -> str | Path:
-    """The folder or hub id from which transformers loads a model."""
+    """The folder or hub id from which transformers loads a model. A GGUF file is converted."""
     if (name := name.removeprefix(UNTRAINED)) == SMOLLM2:
         return smollm2_folder()
+    if (file := gguf_of(name)) is not None:
+        return gguf_folder(file)
     path = Path(name)
     if path.is_dir() and name:
         if (path / ADAPTER).is_file():
@@ -479,7 +481,7 @@ def model_source(name: str) -> str | Path:
         problem = "is a file" if path.is_file() else "does not exist"
         raise ModelError(
             f"{name} {problem}; give the folder of a model, with config.json and safetensors"
-            f" weights{looked_for(name)}"
+            f" weights, or a .gguf file{looked_for(name)}"
         )
     check_hub(name)
     return name
@@ -525,8 +527,9 @@ def load_error(name: str, error: Exception) -> str:
     reason = first_sentence(error)
     if isinstance(error, ImportError):  # of quantised weights, or of a tokenizer's own format
         return f"the model {name!r} needs a library that is not installed: {reason}; install it"
-    if Path(name).is_dir():
-        return f"cannot load the model in the folder {name}: {reason}; download or save it again"
+    if (path := Path(name)).exists():
+        origin = f"the folder {name}" if path.is_dir() else name
+        return f"cannot load the model in {origin}: {reason}; download or save it again"
     near = get_close_matches(name, (SMOLLM2, *TINY, PLANTED), n=1)
     hint = f"; did you mean {near[0]!r}?" if near else ""
     offline = (
@@ -536,7 +539,8 @@ def load_error(name: str, error: Exception) -> str:
     )
     return (
         f"cannot load model {name!r}; allowed: {SMOLLM2}, {', '.join(TINY)}, {PLANTED}, a Hugging"
-        f" Face hub id or a local folder with safetensors weights{hint} ({reason}{offline})"
+        f" Face hub id, a local folder with safetensors weights or a GGUF file{hint}"
+        f" ({reason}{offline})"
         f"{looked_for(name)}"
     )
 
@@ -545,6 +549,8 @@ def provenance(name: str, config: PretrainedConfig) -> str:
     """The origin of a model: a hash of the files that decide its texts, or the hub's commit."""
     if name == SMOLLM2:
         return f"sha256 {SMOLLM2_SHA256} ({SMOLLM2_WHEEL})"
+    if (file := gguf_of(name)) is not None:
+        return str(gguf_facts(file))
     if Path(name).is_dir():
         digest = folder_hash(Path(name))
         return f"sha256 {digest} (of the folder's weights, configuration and tokenizer)"

@@ -41,7 +41,7 @@ class PrefixTrainingSettings(Settings):
     """The same, never trained on: the loss of one half decides when to stop, the other half gives
     the cards' numbers. By default 250 texts per attribute are held out of the data."""
     model: str = "smollm2-135m"
-    """A name of `lapa2 models`, a hub id or a folder."""
+    """A name of `lapa2 models`, a hub id, a folder or a GGUF file."""
     task: str | Path | Task = "sentiment"
     """A task of `lapa2 tasks`, or the path of a task file."""
     attributes: Sequence[str] = ()

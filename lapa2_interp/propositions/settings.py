@@ -36,7 +36,7 @@ class PropositionSettings(Settings):
     out: str | Path
     """A new folder: tables/, figures/, traces (thinned) and report.html."""
     model: str = "smollm2-135m"
-    """A name of `lapa2 models`, a hub id or a folder."""
+    """A name of `lapa2 models`, a hub id, a folder or a GGUF file."""
     alphas: Sequence[NotNegative] = (0.25, 0.5, 0.75, 1.0, 1.5, 2.0)
     """The baseline's texts are read again under each of these."""
     free: Sequence[NotNegative] = (0.5, 1.0)

@@ -38,7 +38,7 @@ class SteerSettings(Settings):
     """
 
     model: str | Path
-    """A name of `lapa2 models`, a hub id or a folder."""
+    """A name of `lapa2 models`, a hub id, a folder or a GGUF file."""
     prompts: str | Path | Sequence[str | Path] | Prompts
     """At least 32 prompts, better 250, or a file of them, as `lapa2 generate --prompts` takes it:
     plain lines, or .jsonl with a field "prompt". A quarter chooses heads, a quarter tunes (64 at

@@ -27,8 +27,8 @@ from drills import (
 
 from lapa2_interp.cli.app import main
 from lapa2_interp.files import remove_path
+from lapa2_interp.models.gguf_file import _find_damage, _write_seal
 from lapa2_interp.models.load import load_transformers
-from lapa2_interp.models.smollm2 import _find_damage, _write_seal
 
 pytestmark = pytest.mark.drill
 TRUNCATED, BIT, EMPTY, FOLDER, REMOVED = (

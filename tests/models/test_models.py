@@ -16,7 +16,7 @@ from lapa2_interp import generate, load_model
 from lapa2_interp.bias.text_start import TextMarkers, text_markers
 from lapa2_interp.errors import DeadHookError, ModelError, ScoringError
 from lapa2_interp.files import sha256_of
-from lapa2_interp.models import identify, load_tokenizer, smollm2
+from lapa2_interp.models import gguf_file, identify, load_tokenizer, smollm2
 from lapa2_interp.models import load as models
 from lapa2_interp.models.configuration import DEFAULT_CONTEXT, context_length
 from lapa2_interp.models.facts import TransformersModel
@@ -265,7 +265,8 @@ def fake_conversion(tmp_path, monkeypatch):
     gguf.write_bytes(b"weights")
     runs = []
 
-    def convert(source, folder):
+    def convert(source, folder, digest):
+        assert digest == sha256_of(gguf)
         runs.append(source)
         (folder / "model.safetensors").write_bytes(b"converted")
         (folder / "config.json").write_text("{}")
@@ -273,7 +274,7 @@ def fake_conversion(tmp_path, monkeypatch):
     monkeypatch.setenv("LAPA2_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(smollm2, "smollm2_file", lambda: gguf)
     monkeypatch.setattr(smollm2, "SMOLLM2_SHA256", sha256_of(gguf))
-    monkeypatch.setattr(smollm2, "_convert", convert)
+    monkeypatch.setattr(gguf_file, "convert", convert)
     return runs
 
 
@@ -287,13 +288,13 @@ def test_conversion_happens_once(fake_conversion):
 
 
 def test_of_two_processes_one_converts_and_the_other_waits(fake_conversion, monkeypatch):
-    convert = smollm2._convert
+    convert = gguf_file.convert
 
-    def slowly(source, folder):
+    def slowly(*arguments):
         time.sleep(0.3)
-        convert(source, folder)
+        convert(*arguments)
 
-    monkeypatch.setattr(smollm2, "_convert", slowly)
+    monkeypatch.setattr(gguf_file, "convert", slowly)
     with ThreadPoolExecutor(2) as pool:
         first, second = [pool.submit(smollm2.smollm2_folder) for _ in range(2)]
     assert first.result() == second.result()
@@ -322,11 +323,11 @@ def test_a_corrupt_cache_is_rebuilt_and_said(fake_conversion, capsys, damage):
 
 
 def test_an_interrupted_conversion_leaves_nothing(fake_conversion, monkeypatch, tmp_path):
-    def interrupted(source, folder):
+    def interrupted(source, folder, digest):
         (folder / "model.safetensors").write_bytes(b"half")
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(smollm2, "_convert", interrupted)
+    monkeypatch.setattr(gguf_file, "convert", interrupted)
     with pytest.raises(KeyboardInterrupt):
         smollm2.smollm2_folder()
     assert [path.name for path in (tmp_path / "cache").iterdir()] == ["locks"]
