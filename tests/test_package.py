@@ -311,7 +311,7 @@ def test_a_script_is_a_page_or_can_be_imported():
         if file.is_relative_to(ROOT / "analyses") and file.suffix == ".py":
             if code.startswith("# %%"):
                 pages.add(file.parent.name)
-            elif "hub" not in file.parts and file.name != "inspect_task.py":  # which needs Inspect
+            elif "hub" not in file.parts:
                 module = file.relative_to(ROOT).with_suffix("").as_posix().replace("/", ".")
                 importlib.import_module(module)
     assert pages >= {"paper", "notebooks"}
