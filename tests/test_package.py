@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+import json
 import os
 import re
 import runpy
@@ -14,6 +15,7 @@ import zipfile
 from importlib.metadata import packages_distributions
 from importlib.util import find_spec
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import lazy_loader
 import pytest
@@ -62,6 +64,33 @@ def test_the_page_on_the_index_leads_into_the_repository(wheel):
         else:
             assert there == f"{address}/{'raw' if mark else 'blob'}/main/{target}"
     assert link.sub("", page).split() == link.sub("", readme).split()
+
+
+def test_badges_and_notebooks_begin_with_the_address_of_the_repository():
+    """As the script of a notebook has them, so has the notebook."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    address = project["urls"]["Repository"]
+    badges = re.findall(r"^\[!\[.*?\]\((.+?)\)\]\((.+?)\)$", (ROOT / "README.md").read_text(), re.M)
+    to = [link.removeprefix(address) for _, link in badges]
+    assert to == [
+        "/actions/workflows/test.yml",
+        "/blob/main/pyproject.toml",
+        "/blob/main/LICENSE",
+    ]
+    assert badges[0][0] == f"{address}/actions/workflows/test.yml/badge.svg"
+    notebooks = sorted((ROOT / "analyses" / "notebooks").glob("*.py"))
+    assert len(notebooks) == 6
+    for script in notebooks:
+        file = ROOT / "docs" / "notebooks" / f"{script.stem}.ipynb"
+        cells = json.loads(file.read_text("utf-8"))["cells"]
+        text, code = ("".join(cell["source"]) for cell in cells[:2])
+        there = f"{urlsplit(address).path}/blob/main/{file.relative_to(ROOT).as_posix()}"
+        assert f"\n[colab]: https://colab.research.google.com/github{there}\n" in text
+        assert code.splitlines()[1] == f"# !pip install -q git+{address} && lapa2 fetch"
+        of_script = script.read_text("utf-8").split("# %%\n")[1].partition("\n# %% ")[0]
+        assert of_script.replace("\n# # ", "\n# ").strip() == code
+        first = script.read_text("utf-8").removeprefix("# %% [markdown]\n").partition("# %%\n")[0]
+        assert re.sub("^# ?", "", first, flags=re.M).strip() == text
 
 
 def test_the_wheel_imports_with_lazy_loader_alone(wheel, tmp_path):
