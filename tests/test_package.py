@@ -371,6 +371,23 @@ def test_the_workflow_makes_what_the_check_makes():
     assert "make ${{ matrix.target }}" in workflow
 
 
+def test_the_pythons_that_are_declared_are_those_that_are_tested():
+    """In the classifiers, the badge and the lower bound, as in the workflow."""
+    workflow = (ROOT / ".github" / "workflows" / "test.yml").read_text()
+    tested = re.findall(r"\d+\.\d+", re.search(r"python-version: (.+)", workflow)[1])
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    begin = "Programming Language :: Python :: "
+    declared = [text.removeprefix(begin) for text in project["classifiers"] if begin in text]
+    assert declared == ["3 :: Only", *tested]
+    assert project["requires-python"] == f">={tested[0]}"
+    badge = re.search(r"!\[(Python .+?)\]\((.+?)\)", (ROOT / "README.md").read_text()).groups()
+    named = " to ".join(dict.fromkeys((tested[0], tested[-1])))
+    assert badge == (
+        f"Python {named}",
+        f"https://img.shields.io/badge/Python-{named.replace(' ', '_')}-blue",
+    )
+
+
 def test_ruff_is_of_one_version():
     hooks = (ROOT / ".pre-commit-config.yaml").read_text()
     assert re.search(r"rev: v(\S+)", hooks)[1] == locked("requirements.lock")["ruff"]
