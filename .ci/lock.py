@@ -26,10 +26,12 @@ OLDER = ("fsspec", "matplotlib", "python-dateutil")
 LOCKS = {
     "requirements-hooked.lock": "# In front of the others, where HookedTransformer is.",
     "requirements-harness.lock": "# In front of the others, where lm-eval and Inspect are.",
-    "requirements-run.lock": "# Running, and installing the package itself.",
+    "requirements-run.lock": "# Running, and installing the package itself.\n"
+    "# PEFT holds transformers: add_adapter of 5.24 asks for PEFT 0.22, and the newest is 0.21.2.",
     "requirements.lock": "# Tests, lint, types, notebooks, documents and clusters, besides.\n"
     "-r requirements-run.lock",
-    "requirements-torch.lock": "# Without a hash: each index has a build of its own.",
+    "requirements-torch.lock": "# Without a hash: each index has a build of its own.\n"
+    "# Of later versions some index has only the build with gigabytes of libraries for GPUs.",
 }
 """First lines. Of a package that two locks have, the pin of the later one holds for both."""
 

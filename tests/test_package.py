@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+import json
 import os
 import re
 import runpy
@@ -14,6 +15,7 @@ import zipfile
 from importlib.metadata import packages_distributions
 from importlib.util import find_spec
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import lazy_loader
 import pytest
@@ -62,6 +64,33 @@ def test_the_page_on_the_index_leads_into_the_repository(wheel):
         else:
             assert there == f"{address}/{'raw' if mark else 'blob'}/main/{target}"
     assert link.sub("", page).split() == link.sub("", readme).split()
+
+
+def test_badges_and_notebooks_begin_with_the_address_of_the_repository():
+    """As the script of a notebook has them, so has the notebook."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    address = project["urls"]["Repository"]
+    badges = re.findall(r"^\[!\[.*?\]\((.+?)\)\]\((.+?)\)$", (ROOT / "README.md").read_text(), re.M)
+    to = [link.removeprefix(address) for _, link in badges]
+    assert to == [
+        "/actions/workflows/test.yml",
+        "/blob/main/pyproject.toml",
+        "/blob/main/LICENSE",
+    ]
+    assert badges[0][0] == f"{address}/actions/workflows/test.yml/badge.svg"
+    notebooks = sorted((ROOT / "analyses" / "notebooks").glob("*.py"))
+    assert len(notebooks) == 6
+    for script in notebooks:
+        file = ROOT / "docs" / "notebooks" / f"{script.stem}.ipynb"
+        cells = json.loads(file.read_text("utf-8"))["cells"]
+        text, code = ("".join(cell["source"]) for cell in cells[:2])
+        there = f"{urlsplit(address).path}/blob/main/{file.relative_to(ROOT).as_posix()}"
+        assert f"\n[colab]: https://colab.research.google.com/github{there}\n" in text
+        assert code.splitlines()[1] == f"# !pip install -q git+{address} && lapa2 fetch"
+        of_script = script.read_text("utf-8").split("# %%\n")[1].partition("\n# %% ")[0]
+        assert of_script.replace("\n# # ", "\n# ").strip() == code
+        first = script.read_text("utf-8").removeprefix("# %% [markdown]\n").partition("# %%\n")[0]
+        assert re.sub("^# ?", "", first, flags=re.M).strip() == text
 
 
 def test_the_wheel_imports_with_lazy_loader_alone(wheel, tmp_path):
@@ -311,7 +340,7 @@ def test_a_script_is_a_page_or_can_be_imported():
         if file.is_relative_to(ROOT / "analyses") and file.suffix == ".py":
             if code.startswith("# %%"):
                 pages.add(file.parent.name)
-            elif "hub" not in file.parts and file.name != "inspect_task.py":  # which needs Inspect
+            elif "hub" not in file.parts:
                 module = file.relative_to(ROOT).with_suffix("").as_posix().replace("/", ".")
                 importlib.import_module(module)
     assert pages >= {"paper", "notebooks"}
@@ -340,6 +369,23 @@ def test_the_workflow_makes_what_the_check_makes():
     made = re.findall(r"^([a-z][a-z -]*):", (ROOT / "Makefile").read_text(), re.MULTILINE)
     assert set(there) <= set(" ".join(made).split())
     assert "make ${{ matrix.target }}" in workflow
+
+
+def test_the_pythons_that_are_declared_are_those_that_are_tested():
+    """In the classifiers, the badge and the lower bound, as in the workflow."""
+    workflow = (ROOT / ".github" / "workflows" / "test.yml").read_text()
+    tested = re.findall(r"\d+\.\d+", re.search(r"python-version: (.+)", workflow)[1])
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    begin = "Programming Language :: Python :: "
+    declared = [text.removeprefix(begin) for text in project["classifiers"] if begin in text]
+    assert declared == ["3 :: Only", *tested]
+    assert project["requires-python"] == f">={tested[0]}"
+    badge = re.search(r"!\[(Python .+?)\]\((.+?)\)", (ROOT / "README.md").read_text()).groups()
+    named = " to ".join(dict.fromkeys((tested[0], tested[-1])))
+    assert badge == (
+        f"Python {named}",
+        f"https://img.shields.io/badge/Python-{named.replace(' ', '_')}-blue",
+    )
 
 
 def test_ruff_is_of_one_version():

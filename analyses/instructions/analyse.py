@@ -42,7 +42,6 @@ no word akin to the message's. table.csv has an arm a row, read.csv ten conversa
 from __future__ import annotations
 
 import json
-import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from hashlib import sha256
@@ -54,7 +53,6 @@ import pandas as pd
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from analyses.instructions.judges import judged, strict
 from analyses.lab import FIGURES
 from analyses.lab.scripts import ScriptOptions, whole_number
 from analyses.rivals.analyse import with_earlier
@@ -72,9 +70,9 @@ from lapa2_interp.runs.run import Run, load_run
 from lapa2_interp.scoring.equal_perplexity import BASELINE, RATIOS, SteeringCurves, add_verdicts
 from lapa2_interp.stats import mean_interval
 from lapa2_interp.table_formats import as_csv, as_text
+from lapa2_interp.tasks.instructions import benchmark, judged, strict
 from lapa2_interp.tasks.task import Attribute, ChatForm, Prompts, Task
 
-MESSAGES = Path(__file__).resolve().parent / "messages.toml"
 MEASURES = ("adherence", "chance", "above", "strict", "ln cost", "relevant")
 ADHERES = 1 / 3
 AT_ONCE = 64
@@ -88,11 +86,6 @@ FACTS = ["family", "strength", "top_k", "message", "kind", "first", "turn", "sam
 COMPARED = ("turn 1", "turn 4", "turn 8", "fall", "strict", "relevant")
 MODEL = "smollm2-135m"
 SETS = ("tune", "test", "out")
-
-
-def benchmark() -> dict[str, Any]:
-    """messages.toml: the neutral message, the questions, and the messages with their judges."""
-    return tomllib.loads(MESSAGES.read_text("utf-8"))
 
 
 def conversations(
@@ -148,7 +141,7 @@ def judged_answers(texts: pd.DataFrame, messages: Sequence[Mapping], neutral: st
     plain = texts[texts["message"] == neutral]
     texts = texts[texts["message"] != neutral].reset_index(drop=True)
     if unknown := sorted(set(texts["message"]) - set(judges)):
-        raise DataError(f"no judge reads answers to {unknown[0]!r}; give one in {MESSAGES.name}")
+        raise DataError(f"no judge reads answers to {unknown[0]!r}; give one in instructions.toml")
     texts["kind"] = texts["message"].map(kinds)
     texts["adherence"] = [
         judged(answer, judges[message])

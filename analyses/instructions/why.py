@@ -31,7 +31,6 @@ import pandas as pd
 from analyses.instructions.analyse import (
     MODEL,
     REFERENCE,
-    benchmark,
     chat,
     finished_texts,
     interval,
@@ -47,6 +46,7 @@ from lapa2_interp.progress import progress_bar
 from lapa2_interp.runs.run import Run, load_run
 from lapa2_interp.scoring.equal_perplexity import BASELINE
 from lapa2_interp.table_formats import as_csv, as_text
+from lapa2_interp.tasks.instructions import benchmark
 from lapa2_interp.tasks.task import Attribute, ChatForm, Prompts, Task
 
 CHAT = ["family", "strength", "prompt"]

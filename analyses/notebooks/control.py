@@ -1,6 +1,10 @@
 # %% [markdown]
 # # Control, step by step: how far do opposite prefixes pull the next token apart?
 #
+# [![open in Colab](https://colab.research.google.com/assets/colab-badge.svg)][colab]
+#
+# [colab]: https://colab.research.google.com/github/-owner-/lapa2-interp/blob/main/docs/notebooks/control.ipynb
+#
 # We read one text twice, after "Very positive:" and after "Very negative:". At each step the model
 # predicts the next token both times. The further the two predictions are apart, the more the prefix
 # controls. We call this distance *control*.
@@ -15,6 +19,8 @@
 # - `llr` is the log-likelihood ratio of the token that the text really has.
 
 # %%
+# Where the package is not installed, as on Colab, first take the # off the next line.
+# # !pip install -q git+https://github.com/-owner-/lapa2-interp && lapa2 fetch
 import os
 
 import numpy as np

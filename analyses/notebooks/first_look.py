@@ -1,6 +1,10 @@
 # %% [markdown]
 # # First look: one prefix, every head
 #
+# [![open in Colab](https://colab.research.google.com/assets/colab-badge.svg)][colab]
+#
+# [colab]: https://colab.research.google.com/github/-owner-/lapa2-interp/blob/main/docs/notebooks/first_look.ipynb
+#
 # We put "Very positive:" in front of "The lake". Where does each head look? What does the bias of
 # LaPA2 change? What does the model lose when one head cannot see the prefix? At the end we ask the
 # same of a system prompt in a chat.
@@ -11,6 +15,8 @@
 # manager around any forward pass, and everything else is TransformerLens as you know it.
 
 # %%
+# Where the package is not installed, as on Colab, first take the # off the next line.
+# # !pip install -q git+https://github.com/-owner-/lapa2-interp && lapa2 fetch
 import os
 
 import torch

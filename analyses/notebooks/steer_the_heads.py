@@ -1,6 +1,10 @@
 # %% [markdown]
 # # Steer the heads: what does control cost?
 #
+# [![open in Colab](https://colab.research.google.com/assets/colab-badge.svg)][colab]
+#
+# [colab]: https://colab.research.google.com/github/-owner-/lapa2-interp/blob/main/docs/notebooks/steer_the_heads.ipynb
+#
 # LaPA2 gives the prefix more attention in every head. But some heads work against the prefix, and
 # many do not matter. Here we choose heads on half of the prompts. On the other half we add the bias
 # in the chosen heads, in all heads and in random heads, and compare control and cost.
@@ -12,6 +16,8 @@
 # other ways to steer, such as activation addition.
 
 # %%
+# Where the package is not installed, as on Colab, first take the # off the next line.
+# # !pip install -q git+https://github.com/-owner-/lapa2-interp && lapa2 fetch
 import os
 
 import numpy as np

@@ -1,6 +1,10 @@
 # %% [markdown]
 # # What do heads write when they read the prefix?
 #
+# [![open in Colab](https://colab.research.google.com/assets/colab-badge.svg)][colab]
+#
+# [colab]: https://colab.research.google.com/github/-owner-/lapa2-interp/blob/main/docs/notebooks/what_heads_write.ipynb
+#
 # The output of a head is a sum over keys. So it can be divided by the part of the text that it
 # comes from: the prefix, BOS, the prompt, or the generated text. We send each part through the
 # final norm and the unembedding, and see which words it makes more likely. This is called direct
@@ -12,6 +16,8 @@
 # knock-outs of the notebook on who reads the prefix.
 
 # %%
+# Where the package is not installed, as on Colab, first take the # off the next line.
+# # !pip install -q git+https://github.com/-owner-/lapa2-interp && lapa2 fetch
 import os
 
 import numpy as np

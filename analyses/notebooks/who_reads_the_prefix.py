@@ -1,6 +1,10 @@
 # %% [markdown]
 # # Who reads the prefix? Layer, KV head, head, token
 #
+# [![open in Colab](https://colab.research.google.com/assets/colab-badge.svg)][colab]
+#
+# [colab]: https://colab.research.google.com/github/-owner-/lapa2-interp/blob/main/docs/notebooks/who_reads_the_prefix.ipynb
+#
 # Attention says where a head looks. It does not say what would be lost if the head did not look.
 # Here we hide the prefix from one part of the model at a time, and measure the control that is
 # lost. *Control* is how far the predictions after opposite prefixes are apart. Hiding is called a
@@ -12,6 +16,8 @@
 # command `lapa2 circuits smollm2-135m --task sentiment --out results/circuits` tests all heads.
 
 # %%
+# Where the package is not installed, as on Colab, first take the # off the next line.
+# # !pip install -q git+https://github.com/-owner-/lapa2-interp && lapa2 fetch
 import os
 
 import numpy as np

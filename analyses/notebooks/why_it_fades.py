@@ -1,6 +1,10 @@
 # %% [markdown]
 # # Why does control fade: is it the attention?
 #
+# [![open in Colab](https://colab.research.google.com/assets/colab-badge.svg)][colab]
+#
+# [colab]: https://colab.research.google.com/github/-owner-/lapa2-interp/blob/main/docs/notebooks/why_it_fades.ipynb
+#
 # As a text grows, softmax spreads attention over more keys, and a fixed prefix gets less. The paper
 # takes this for the reason why control fades. Here we test it.
 #
@@ -14,6 +18,8 @@
 # text at the end.
 
 # %%
+# Where the package is not installed, as on Colab, first take the # off the next line.
+# # !pip install -q git+https://github.com/-owner-/lapa2-interp && lapa2 fetch
 import os
 
 from lapa2_interp import circuits, load_model, methods, models

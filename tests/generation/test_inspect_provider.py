@@ -1,12 +1,14 @@
-"""The provider of Inspect, and the task in analyses/instructions."""
+"""The provider of Inspect, and the task lapa2_interp/instructions."""
 
 import asyncio
-from pathlib import Path
+import subprocess
+import sys
 
 import pytest
 from conftest import load
 from inspect_ai import Task, eval
 from inspect_ai.dataset import Sample
+from inspect_ai.log import read_eval_log
 from inspect_ai.model import (
     ChatMessageAssistant,
     ChatMessageSystem,
@@ -21,6 +23,8 @@ from inspect_ai.model import (
     ContentToolUse,
     ContentVideo,
     GenerateConfig,
+    ModelOutput,
+    ModelUsage,
     ResponseSchema,
     get_model,
 )
@@ -31,11 +35,13 @@ from inspect_ai.util import JSONSchema
 from lapa2_interp import Augmentation, Layout, augmented
 from lapa2_interp.errors import AugmentationError, GridError, LayoutError
 from lapa2_interp.generation import inspect_provider
+from lapa2_interp.generation.inspect_task import instructions
+from lapa2_interp.tasks.instructions import benchmark, judged
 
 pytestmark = pytest.mark.filterwarnings(  # Inspect's, about what it uses itself
     "ignore::DeprecationWarning", "ignore::pytest.PytestUnraisableExceptionWarning"
 )
-TASK = Path(__file__).parents[2] / "analyses" / "instructions" / "inspect_task.py"
+TASK = "lapa2_interp/instructions"
 CHAT = [
     {"role": "system", "content": "You are a sailor."},
     {"role": "user", "content": "Who are you?"},
@@ -73,19 +79,85 @@ def evaluated(task, tmp_path, model="lapa2/smollm2-135m", settings=SETTINGS, **a
     return log
 
 
-def test_two_samples_of_our_task(tmp_path):
-    """Both at once, by the one worker; the last answer follows the first."""
-    log = evaluated(
-        f"{TASK}@instructions", tmp_path, settings=SETTINGS | {"limit": 2}, alpha=0.5, span="system"
-    )
-    assert log.status == "success", log.error
+def scores_of(log):
+    """Its metrics by answer and name."""
+    return {
+        (score.name, name): metric.value
+        for score in log.results.scores
+        for name, metric in score.metrics.items()
+    }
+
+
+def test_the_task_is_found_by_its_name_and_scored_by_the_judge(tmp_path):
+    """At the command line, with a chat of each of the first two messages."""
+    command = [
+        *(sys.executable, "-m", "inspect_ai", "eval", TASK, "--model", "lapa2/smollm2-135m"),
+        *("-M", "alpha=.5", "-M", "span=system", "-M", "dtype=float32", "-T", "turns=3"),
+        *("--sample-id", "1,9", "--max-tokens", "6", "--seed", "1"),
+        *("--log-dir", tmp_path, "--log-format", "json", "--display", "none"),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    log = read_eval_log(next(tmp_path.glob("*.json")))
+    assert (log.eval.task, log.eval.task_args["turns"]) == (TASK, 3)
+    by_hand = {"last": [], "first": []}
     for sample in log.samples:
-        said = [message.role for message in sample.messages]
-        assert said == ["system", *["user", "assistant"] * 8]
+        said = [(message.role, message.text) for message in sample.messages]
+        assert [role for role, _ in said] == ["system", *["user", "assistant"] * 3]
         assert sample.output.usage.output_tokens == 6
-        assert sample.messages[2].text == sample.metadata["first"]
-    assert {score.name for score in log.results.scores} >= {"last", "first"}
-    assert all(0 <= score.metrics["mean"].value <= 1 for score in log.results.scores)
+        judge = next(m["judge"] for m in benchmark()["message"] if m["text"] == said[0][1])
+        by_hand["first"].append(judged(said[2][1], judge))
+        by_hand["last"].append(judged(said[6][1], judge))
+    scores = scores_of(log)
+    for name, values in by_hand.items():
+        assert scores[name, "accuracy"] == sum(values) / 2
+        assert scores[name, "stderr"] == pytest.approx(abs(values[0] - values[1]) / 2)
+
+
+METRICS = ("accuracy", "stderr")
+FRENCH = (
+    "Je suis une personne qui aime lire dans le jardin, et mes amis sont très gentils avec nous."
+)
+
+
+@pytest.mark.parametrize("message", ["own", "neutral"])
+def test_the_score_of_answers_that_are_known(message, tmp_path):
+    """French where the message asks for it, and never after the first answer."""
+
+    def answered(chat, *_):
+        asked = [said.text for said in chat if said.role == "user"]
+        french = chat[0].text == "Answer only in French." and len(asked) == 1
+        said = ModelOutput.from_content("mockllm", FRENCH if french else "I am here.")
+        said.usage = ModelUsage()  # else its tokens are counted, by a file that is fetched
+        return said
+
+    task = instructions(message=message, turns=2)
+    model = get_model("mockllm/model", custom_outputs=answered)
+    (log,) = eval(task, model=model, log_dir=str(tmp_path), display="none")
+    assert log.status == "success", log.error
+    systems = {sample.messages[0].text for sample in log.samples}
+    assert (len(log.samples), len(systems)) == (128, {"own": 16, "neutral": 1}[message])
+    for position in (1, 3):  # each question stands equally often at each turn
+        asked = [sample.messages[position].text for sample in log.samples]
+        assert {asked.count(question) for question in benchmark()["questions"]} == {16}
+    # One message of 16 has 1, and the others 0: by hand a mean of 1/16, whose standard error is
+    # the root of (15/16)^2 + 15 (1/16)^2 over 15, over the root of 16.
+    share = 1 / 16 if message == "own" else 0
+    wanted = {"first": share, "last": 0}
+    assert scores_of(log) == {
+        (name, metric): pytest.approx(wanted[name]) for name in wanted for metric in METRICS
+    }
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [({"turns": 9}, "turns: .*8.*found 9"), ({"turns": 0}, "turns: .*1.*found 0"),
+     ({"message": "other"}, "message: .*'own' or 'neutral'.*'other'")],
+    ids=str,
+)  # fmt: skip
+def test_an_argument_of_the_task_out_of_range_is_refused(arguments, told):
+    with pytest.raises(GridError, match=told):
+        instructions(**arguments)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Programs that say how far an answer follows an instruction: from 0 (not at all) to 1.
+"""System messages, and programs that say how far an answer follows one: from 0 (not at all) to 1.
 
 A judge reads the answer alone, never the instruction. Of words it counts kinds, not how often one
 stands there, so that a text that repeats itself gains nothing. Words that stand in an instruction
@@ -9,8 +9,11 @@ are not counted, so that an echo of it gains nothing; some of their other forms 
 from __future__ import annotations
 
 import re
+import tomllib
 from collections.abc import Callable, Mapping
 from functools import cache
+from importlib import resources
+from typing import Any
 
 LETTERS = re.compile(r"[^\W\d_]+(?:'[^\W\d_]+)?")
 FUNCTION_WORDS = {
@@ -142,7 +145,14 @@ JUDGES: Mapping[str, Callable[..., float]] = {
     "exclaims": exclaims,
     "emoji": with_emoji,
 }
-"""By name in messages.toml; a judge takes the answer and its argument."""
+"""By name in more/instructions.toml; a judge takes the answer and its argument."""
+
+
+def benchmark() -> dict[str, Any]:
+    """more/instructions.toml: the neutral message, the questions, and the messages, each with its
+    set ("tune", "test" or "out") and its judge."""
+    text = resources.files(__package__).joinpath("more", "instructions.toml").read_text("utf-8")
+    return tomllib.loads(text)
 
 
 def strict(judge: Mapping[str, object], instruction: str) -> dict[str, object]:
