@@ -26,6 +26,7 @@ MEDIA_FIELDS = (
 """Fields of a message that hold what no token of a text stands for."""
 GENERATION_TAG = re.compile(r"\{%[-+]?\s*(end)?generation\s*[-+]?%\}")
 """A tag that transformers adds to the template language; it renders nothing."""
+SPAN_OF_CHAT = re.compile(r"system|(turn|reasoning):\d+|phrase:.*", re.DOTALL)
 RESERVED_ARGUMENTS = ("messages", "add_generation_prompt")
 
 
@@ -224,6 +225,19 @@ def _check_arguments(tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str,
             )
 
 
+def check_span_of_chat(span: str) -> None:
+    """Check the form of a span of `Layout.of_chat`.
+
+    Raises:
+        LayoutError: It has another form.
+    """
+    if not SPAN_OF_CHAT.fullmatch(span):
+        raise LayoutError(
+            f"span {span!r} of a chat should be system, turn:NUMBER, reasoning:NUMBER or"
+            " phrase:TEXT"
+        )
+
+
 def _find_span(chat: Sequence[Message], span: str) -> tuple[MessageText, str]:
     """The message text that contains a span of `Layout.of_chat`, and the span's own text."""
     # The texts of the chat: contents, reasonings, and the messages that are turns.
@@ -238,15 +252,16 @@ def _find_span(chat: Sequence[Message], span: str) -> tuple[MessageText, str]:
         reasonings.append(MessageText(i, fields, message[fields[0]].strip() if fields else ""))
     turns = [i for i, message in enumerate(chat) if message["role"] != "system"]
     # The text that the span names.
-    kind, mark, rest = span.partition(":")
+    check_span_of_chat(span)
+    kind, _, rest = span.partition(":")
     if span == "system":
         if chat[0]["role"] != "system":
             raise LayoutError(
                 f"the chat has no system message in front (its roles: {roles}); give it one, or"
-                " mark a turn or a phrase"
+                " another span: turn:NUMBER or phrase:TEXT"
             )
         marked, phrase = contents[0], contents[0].text
-    elif kind in ("turn", "reasoning") and rest.isdecimal():
+    elif kind in ("turn", "reasoning"):
         turn = whole_number(rest)
         if turn is None or not 1 <= turn <= len(turns):
             raise LayoutError(
@@ -259,7 +274,7 @@ def _find_span(chat: Sequence[Message], span: str) -> tuple[MessageText, str]:
             raise LayoutError(
                 f"turn {rest} has no reasoning; give its message a text {REASONING_FIELDS[0]!r}"
             )
-    elif kind == "phrase" and mark:
+    else:
         places = [
             part
             for part in (*contents, *reasonings)
@@ -269,14 +284,9 @@ def _find_span(chat: Sequence[Message], span: str) -> tuple[MessageText, str]:
         if not rest.strip() or len(places) != 1:
             raise LayoutError(
                 f"the phrase {rest!r} occurs {len(places) if rest.strip() else 0} times in the"
-                " chat's messages; mark one that occurs once"
+                " chat's messages; name one that occurs once"
             )
         marked, phrase = places[0], rest
-    else:
-        raise LayoutError(
-            f"span {span!r} of a chat should be system, turn:NUMBER, reasoning:NUMBER or"
-            " phrase:TEXT"
-        )
     if not phrase:
         raise LayoutError(
             f"message {marked.message + 1} of the chat is empty, so it cannot be the span"

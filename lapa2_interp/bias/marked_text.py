@@ -5,7 +5,8 @@
 A mark is a text in brackets with a colon and a number at its end. The number is a factor on the
 odds of the attention on the marked tokens: the bias log(factor) is added to their scores (law
 `scale`). 1 changes nothing, and a factor below 1 weakens. Brackets without a number are brackets,
-and a backslash in front of a bracket keeps one that would begin or end a mark.
+and a backslash in front of a bracket keeps one that would begin or end a mark. What could be a mark
+or not, such as (9:30) and a bracket that is never closed, is an error.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from lapa2_interp.errors import LayoutError
 
 NUMBER = r"[+-]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d+)?"
 MARK = re.compile(rf":\s*({NUMBER})\s*\Z")
+CLOCK = re.compile(r"\d:\d+\s*\Z")
+"""The end of a time or a ratio, such as (Monday 9:30)."""
 MOST_FACTOR = 1e6
 """The largest factor, and one over the smallest."""
 
@@ -76,11 +79,12 @@ def marked(text: str) -> MarkedText:
         [('Never name a medicine', 1.5)]
 
     Raises:
-        LayoutError: A mark is inside another or empty, or its factor is not a number above 0, at
-            most 1,000,000 and at least one over that; the message shows the place.
+        LayoutError: A mark is inside another, empty, never closed or perhaps a time, or its factor
+            is not a number above 0, at most 1,000,000 and at least one over that; the message shows
+            the place.
     """
     plain: list[str] = []
-    opened: list[int] = []  # where brackets that are open stand in the plain text
+    opened: list[tuple[int, int]] = []  # where open brackets stand: in the plain text, in the text
     has_mark: list[bool] = []  # if there is a mark inside them
     marks: list[Mark] = []
     position = 0
@@ -92,11 +96,11 @@ def marked(text: str) -> MarkedText:
             continue
         position += 1
         if letter == "(":
-            opened.append(len(plain))
+            opened.append((len(plain), position))
             has_mark.append(False)
             plain.append(letter)
         elif letter == ")" and opened:
-            start, inside_mark = opened.pop(), has_mark.pop()
+            (start, _), inside_mark = opened.pop(), has_mark.pop()
             content = "".join(plain[start + 1 :])
             match = MARK.search(content)
             if match is None:
@@ -110,6 +114,10 @@ def marked(text: str) -> MarkedText:
                 raise _problem(
                     text, position, "a mark stands inside a mark; marks cannot be nested"
                 )
+            if CLOCK.search(content):
+                raise _problem(
+                    text, position, "this is a mark or a time; put a blank behind a mark's colon"
+                )
             if not words.strip():
                 raise _problem(text, position, "a mark has no text in front of its number")
             if not 1 / MOST_FACTOR <= factor <= MOST_FACTOR:
@@ -121,6 +129,9 @@ def marked(text: str) -> MarkedText:
                 has_mark[-1] = True
         else:
             plain.append(letter)
+    for start, position in opened:
+        if re.search(rf":\s*{NUMBER}", "".join(plain[start:])):
+            raise _problem(text, position, "the mark that begins here is never closed")
     return MarkedText("".join(plain), tuple(marks))
 
 

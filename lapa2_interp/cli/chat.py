@@ -88,8 +88,8 @@ def chat(
         return
     if system is not None:
         raise LayoutError(
-            f"--system is for a chat without a file, and {messages} has its own messages; leave"
-            " out one of them"
+            f"--system is for a chat without a file, and {messages} is read as a file of messages;"
+            " leave out one of them, and give a model by --model"
         )
     try:
         chat_messages = parse_json(read_text(messages))

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 from importlib.util import find_spec
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Annotated
 
+from lapa2_interp.bias.chat_template import check_span_of_chat
 from lapa2_interp.cli.options import AugmentationOptions, Several
 from lapa2_interp.errors import GridError, ModelError
 from lapa2_interp.models.machine import DtypeOrAuto
@@ -40,7 +42,9 @@ def serve(
     Any client of that protocol can use it: /v1/models, /v1/chat/completions and /v1/completions,
     whole or streamed. A request may say more in the field "lapa2": span, alpha, augmentation,
     heads (the name of a card), top_k, and report (the attention on the span and its effect, token
-    by token). What the server does not follow is refused, such as tools and top_p. For example
+    by token). What the server does not follow is refused, such as tools and top_p. The system
+    message comes with each request. Without --alpha, --augmentation and marks there is no bias. For
+    example
 
         lapa2 serve smollm2-135m --alpha 0.5
         curl http://127.0.0.1:8000/v1/models
@@ -73,6 +77,7 @@ def serve(
                 ' "lapa2-interp[serve]"'
             )
     key = os.environ.get(KEY) or None
+    check_span_of_chat(span)
     if key is None and not is_own_machine(host):
         raise GridError(
             f"{host} can be reached from other machines; set {KEY} to a key that clients must give,"
@@ -86,25 +91,33 @@ def serve(
     from lapa2_interp.serving.engine import Engine
     from lapa2_interp.serving.request import Defaults, after_span
 
-    loaded = load_model(model, dtype, device, "TransformersModel")
-    augmentation.check(loaded)
-    known = {path.stem: Selection.load(path) for path in cards or ()}
-    rules = after_span(augmentation.build(0.0))
-    defaults = Defaults(name or model, span, rules, cards=known, longest=longest, marks=marks)
-    engine = Engine(loaded, int(memory * 2**30), waiting, seconds=seconds)
-    app = make_app(loaded, engine, defaults, key)
-    config = uvicorn.Config(
-        app, host=host, port=port, log_level="warning", timeout_graceful_shutdown=60
-    )
-    socket = config.bind_socket()  # now a free port has its number
-    bias = " + ".join(rule.label for rule in rules) or "no bias"
-    address = f"http://{host}:{socket.getsockname()[1]}/v1"
-    print(f"{defaults.model}, {bias}, span {span}: {address}", flush=True)
-    for number in (signal.SIGINT, signal.SIGTERM):
-        # Uvicorn takes these signals itself, and raises them again when all that ran is finished.
-        signal.signal(number, signal.SIG_IGN)
-    uvicorn.Server(config).run(sockets=[socket])
-    print("stopped", flush=True)
+    try:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        listener = socket.create_server((host, port), family=family)
+    except (OSError, OverflowError) as error:
+        raise GridError(
+            f"the server cannot listen at port {port} of {host} ({error}); give another --port, or"
+            " 0 for one that is free"
+        ) from None
+    with listener:
+        loaded = load_model(model, dtype, device, "TransformersModel")
+        augmentation.check(loaded)
+        known = {path.stem: Selection.load(path) for path in cards or ()}
+        rules = after_span(augmentation.build(0.0))
+        defaults = Defaults(name or model, span, rules, cards=known, longest=longest, marks=marks)
+        engine = Engine(loaded, int(memory * 2**30), waiting, seconds=seconds)
+        app = make_app(loaded, engine, defaults, key)
+        bias = " + ".join(rule.label for rule in rules) or "no bias"
+        if marks:
+            bias += ", or the marks of the system message"
+        address = f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}/v1"
+        print(f"{defaults.model}, {bias}, span {span}: {address}", flush=True)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            # Uvicorn takes these signals itself, and raises them again when all that ran is done.
+            signal.signal(number, signal.SIG_IGN)
+        config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=60)
+        uvicorn.Server(config).run(sockets=[listener])
+        print("stopped", flush=True)
 
 
 def is_own_machine(host: str) -> bool:

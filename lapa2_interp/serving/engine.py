@@ -347,13 +347,21 @@ class Engine:
         )
         masses = np.asarray(attention.to_numpy(), float).reshape(-1, len(answer.tokens))[0]
         effect = span_effect(self.model, asked.layout, answer.tokens, asked.rules)
-        return {
+        decode = self.model.tokenizer.decode
+        report = {
             "span": span,
-            "span_tokens": list(asked.layout.tokens[slice(*span)]),
-            "tokens": [self.model.tokenizer.decode([token]) for token in answer.tokens],
+            "span_tokens": [decode([token]) for token in asked.layout.ids[slice(*span)]],
+            "tokens": [decode([token]) for token in answer.tokens],
             "attention": [round(float(mass), 6) for mass in masses],
             "effect": [float(f"{value:.4g}") for value in effect],
         }
+        if asked.marks is not None:
+            text = asked.marks.text
+            report["marks"] = [
+                {"text": text[mark.start : mark.stop], "factor": mark.factor}
+                for mark in asked.marks.marks
+            ]
+        return report
 
 
 def _kind(asked: Asked) -> str:

@@ -15,7 +15,7 @@ from lapa2_interp.bias.find_spans import SpanFinder, rules_of_marks
 from lapa2_interp.bias.layout import Layout
 from lapa2_interp.bias.marked_text import problem_of_other_bias, without_marks
 from lapa2_interp.bias.recipes import resolve_recipes
-from lapa2_interp.errors import Lapa2Error
+from lapa2_interp.errors import Lapa2Error, unknown_choice
 from lapa2_interp.models.facts import facts_of
 
 if TYPE_CHECKING:
@@ -147,6 +147,7 @@ class Asked:
         seed: Of the random numbers.
         stops: Texts that end the answer.
         report: Attention and effect of the span are asked for.
+        marks: The text of the system message with its marks, if they were read.
         is_chat: Of /v1/chat/completions.
         stream, usage_in_stream: The answer comes in pieces, and its usage after them.
     """
@@ -159,6 +160,7 @@ class Asked:
     seed: int
     stops: tuple[str, ...]
     report: bool
+    marks: MarkedText | None
     is_chat: bool
     stream: bool
     usage_in_stream: bool
@@ -187,19 +189,21 @@ def read_request(
     if len(stops) > MOST_STOPS or not all(stops):
         raise ProtocolError(f"stop takes up to {MOST_STOPS} texts, none of them empty", 400, "stop")
     rules = _rules(defaults, body.lapa2)
-    span = body.lapa2.span or defaults.span
+    span, marks = body.lapa2.span or defaults.span, None
     try:
         if kind == "chat":
             messages = _messages(body.messages or [])
-            marks = None
             if defaults.marks if body.lapa2.marks is None else body.lapa2.marks:
                 messages, marks = without_marks(messages)
             if marks is not None:
                 _check_no_other_bias(body.lapa2)
-                layout = _chat(model, messages, "system", ())
+                layout = _chat(model, messages, "system")
                 rules = rules_of_marks(marks, layout, model.tokenizer)
             else:
-                layout = _chat(model, messages, span, rules)
+                # Without a bias and a report, any message will do as the span.
+                if span == "system" != messages[0]["role"] and not rules and not body.lapa2.report:
+                    span = "turn:1"
+                layout = _chat(model, messages, span)
         else:
             # The server's own span is mostly one of chats.
             phrase = span if span.startswith("phrase:") else body.lapa2.span
@@ -208,7 +212,9 @@ def read_request(
         facts = facts_of(model)
         BatchBias([rules], [layout], (facts.n_layers, facts.n_heads), facts.layer_types)
     except Lapa2Error as error:
-        raise ProtocolError(str(error), 400, wanted) from None
+        raise ProtocolError(
+            str(error), 400, "lapa2.span" if body.lapa2.span is not None else wanted
+        ) from None
     temperature = 1.0 if body.temperature is None else body.temperature
     if 0 < temperature < LOWEST_TEMPERATURE:
         raise ProtocolError(
@@ -239,6 +245,7 @@ def read_request(
         seed=secrets.randbits(32) if body.seed is None else body.seed,
         stops=stops,
         report=body.lapa2.report,
+        marks=marks,
         is_chat=kind == "chat",
         stream=body.stream,
         usage_in_stream=options.include_usage,
@@ -260,8 +267,15 @@ def _body(data: Any) -> Body:
         return Body(**data)
     except ValidationError as error:
         problem = error.errors()[0]
-        name = ".".join(map(str, problem["loc"]))
-        raise ProtocolError(f"{name}: {problem['msg']}", 400, name) from None
+        *parents, last = map(str, problem["loc"])
+        message = f"{'.'.join([*parents, last])}: {problem['msg']}"
+        if problem["type"] == "extra_forbidden":
+            fields = {"lapa2": Steering, "stream_options": StreamOptions}
+            part = fields[parents[0]] if parents else Body
+            message = unknown_choice(" ".join(["field", *parents]), last, part.model_fields)
+        elif problem["type"] == "model_type":
+            message = f"{last} should be an object"
+        raise ProtocolError(message, 400, ".".join([*parents, last])) from None
     except TypeError:
         raise ProtocolError("the names of fields should be texts") from None
 
@@ -290,7 +304,8 @@ def _rules(defaults: Defaults, steering: Steering) -> tuple[Augmentation, ...]:
             heads = defaults.cards[steering.heads].heads
             rules = tuple(rule.model_copy(update={"heads": heads}) for rule in rules)
     except Lapa2Error as error:
-        raise ProtocolError(str(error), 400, "lapa2") from None
+        name = "alpha" if steering.augmentation is None else "augmentation"
+        raise ProtocolError(str(error), 400, f"lapa2.{name}") from None
     return after_span(rules)
 
 
@@ -342,13 +357,7 @@ def _check_no_other_bias(steering: Steering) -> None:
         raise ProtocolError(problem_of_other_bias(named, "marks"), 400, "lapa2.marks")
 
 
-def _chat(
-    model: Model, messages: list[dict[str, Any]], span: str, rules: Sequence[Augmentation]
-) -> Layout:
-    """The layout of a chat; without a bias any message will do as its span."""
-    has_span = span != "system" or messages[0]["role"] == "system"
-    if not rules and not has_span:
-        span = "turn:1"
+def _chat(model: Model, messages: list[dict[str, Any]], span: str) -> Layout:
     # A phrase is that of the first messages, also where an answer repeats it.
     searched = 2 if span.startswith("phrase:") else None
     return Layout.of_chat(model.tokenizer, messages, span=span, n_searched=searched)

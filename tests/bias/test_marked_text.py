@@ -18,6 +18,9 @@ READ = {
     "(a:2)(b:.5) c": ("ab c", [("a", 2.0), ("b", 0.5)]),
     "(see page 3)": ("(see page 3)", []),
     "(note: this) and f(x)": ("(note: this) and f(x)", []),
+    "(open at 9: 30)": ("open at 9", [("open at 9", 30.0)]),
+    "(in 1990:1.5)": ("in 1990", [("in 1990", 1.5)]),
+    r"Open \(Monday 9:30\)": ("Open (Monday 9:30)", []),
     "(at 10:30: 1.2)": ("at 10:30", [("at 10:30", 1.2)]),
     "(with (round) brackets:3)": ("with (round) brackets", [("with (round) brackets", 3.0)]),
     "((a:2) in brackets)": ("(a in brackets)", [("a", 2.0)]),
@@ -50,6 +53,9 @@ def test_marks_are_read(text):
         ("(a:-1)", "the factor -1 is not"),
         ("(a:1e9)", "the factor 1e9 is not"),
         ("x" * 100 + "(a:0)", "in letter 105"),
+        ("Open (Monday 9:30).", "this is a mark or a time; put a blank behind a mark's colon"),
+        ("Be (brief:2. Be kind.", "the mark that begins here is never closed: 'Be ('"),
+        ("(Be (very) brief: 2", "the mark that begins here is never closed: '('"),
     ],
 )
 def test_what_is_not_well_formed_shows_its_place(text, message):

@@ -47,7 +47,8 @@ def test_marks_of_the_system_message_are_read_where_they_are_asked_for(asker):
     marked_chat = [{"role": "system", "content": "Be (brief:5)"}, CHAT[1]]
     plain_chat = [{"role": "system", "content": "Be brief"}, CHAT[1]]
     settings = {"seed": 3, "max_tokens": 12}
-    answer, _ = ask(messages=marked_chat, lapa2={"marks": True}, **settings)
+    answer, piece = ask(messages=marked_chat, lapa2={"marks": True, "report": True}, **settings)
+    assert piece.report["marks"] == [{"text": "brief", "factor": 5.0}]
     assert answer.asked.layout == ask(messages=plain_chat)[0].asked.layout
     rule = {"augmentation": f"lapa2:law=scale,alpha={np.log(5)}", "span": "phrase:brief"}
     assert answer.tokens == ask(messages=plain_chat, lapa2=rule, **settings)[0].tokens

@@ -1,6 +1,7 @@
 """The server over its socket: OpenAI's own client, plain requests, and what is refused."""
 
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -56,7 +57,8 @@ def test_a_report_comes_whole_and_streamed(served):
     client = client_of(address)
     extra = {"extra_body": {"lapa2": {"report": True, "alpha": 1.0}}}
     report = client.chat.completions.create(**SETTINGS, **extra).model_extra["lapa2"]
-    assert len(report["attention"]) == len(report["effect"]) == 6
+    assert len(report["attention"]) == len(report["effect"]) == len(report["tokens"]) == 6
+    assert "".join(report["span_tokens"]) == SETTINGS["messages"][0]["content"]
     pieces = list(client.chat.completions.create(**SETTINGS, **extra, stream=True))
     assert pieces[-1].model_extra["lapa2"] == report
 
@@ -70,6 +72,10 @@ def test_plain_texts(served):
         **settings, extra_body={"lapa2": {"alpha": 9.0, "span": "phrase:Be brief."}}
     )
     assert plain.choices[0].text != steered.choices[0].text
+    reported = client.completions.create(
+        **settings, extra_body={"lapa2": {"span": "phrase:Be brief.", "report": True}}
+    )
+    assert "".join(reported.model_extra["lapa2"]["span_tokens"]) == "Be brief."
     with pytest.raises(openai.BadRequestError, match="a plain text has no system message"):
         client.completions.create(**settings)
     address, _ = served(defaults=Defaults("tiny", "phrase:Be brief.", rules=RULES))
@@ -85,7 +91,12 @@ REFUSED = {
     "top_p": ({"top_p": 0.9}, "top_p=0.9 is not followed"),
     "tools": ({"tools": [{"type": "function"}]}, "tools="),
     "format": ({"response_format": {"type": "json_object"}}, "response_format="),
-    "unknown": ({"temperatur": 1}, "temperatur: Extra inputs are not permitted"),
+    "unknown": ({"temperatur": 1}, "did you mean 'temperature'?"),
+    "unknown of ours": ({"lapa2": {"alhpa": 1}}, "unknown field lapa2 'alhpa'"),
+    "no object": ({"lapa2": 1}, "lapa2 should be an object"),
+    "report of nothing": (
+        {"messages": CHAT[1:], "lapa2": {"alpha": 0, "report": True}}, "has no system message",
+    ),
     "temperature": ({"temperature": 3}, "less than or equal to 2"),
     "bool": ({"max_tokens": True}, "valid integer"),
     "tokens": ({"max_tokens": 0}, "greater than or equal to 1"),
@@ -106,7 +117,7 @@ REFUSED = {
     "start": ({"lapa2": {"augmentation": "lapa2:span=9:99"}}, "lies outside"),
     "cold": ({"temperature": 1e-9}, "give 0, which is greedy"),
     "card": ({"lapa2": {"heads": "/etc/passwd"}}, "no card is called"),
-    "field": ({"lapa2": {"layers": "all"}}, "lapa2.layers"),
+    "field": ({"lapa2": {"layers": "all"}}, "unknown field lapa2 'layers'"),
     "context": ({"messages": [CHAT[0], {"role": "user", "content": "a" * 5000}]}, "context"),
 }  # fmt: skip
 
@@ -203,6 +214,15 @@ def test_a_server_for_others_needs_a_key(capsys, monkeypatch):
     monkeypatch.delenv("LAPA2_API_KEY", raising=False)
     assert main(["serve", "tiny-llama", "--host", "0.0.0.0"]) == 2
     assert "set LAPA2_API_KEY" in capsys.readouterr().err
+
+
+def test_what_no_request_could_use_is_refused_at_the_start(capsys):
+    assert main(["serve", "tiny-llama", "--span", "sytem"]) == 2
+    assert "span 'sytem' of a chat should be system" in capsys.readouterr().err
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        assert main(["serve", "tiny-llama", "--port", port]) == 2
+    assert f"cannot listen at port {port} of 127.0.0.1" in capsys.readouterr().err
 
 
 def test_the_command_serves_and_stops_cleanly(tmp_path):
