@@ -13,7 +13,7 @@ from lapa2_interp.attention.batch_bias import BatchBias
 from lapa2_interp.bias.augmentation import Augmentation, active_augmentations
 from lapa2_interp.bias.find_spans import SpanFinder, rules_of_marks
 from lapa2_interp.bias.layout import Layout
-from lapa2_interp.bias.marked_text import problem_of_other_bias, without_marks
+from lapa2_interp.bias.marked_text import MarkedText, problem_of_other_bias, without_marks
 from lapa2_interp.bias.recipes import resolve_recipes
 from lapa2_interp.errors import Lapa2Error, unknown_choice
 from lapa2_interp.models.facts import facts_of
@@ -270,8 +270,9 @@ def _body(data: Any) -> Body:
         *parents, last = map(str, problem["loc"])
         message = f"{'.'.join([*parents, last])}: {problem['msg']}"
         if problem["type"] == "extra_forbidden":
+            fields: dict[str, type[BaseModel]]
             fields = {"lapa2": Steering, "stream_options": StreamOptions}
-            part = fields[parents[0]] if parents else Body
+            part: type[BaseModel] = fields[parents[0]] if parents else Body
             message = unknown_choice(" ".join(["field", *parents]), last, part.model_fields)
         elif problem["type"] == "model_type":
             message = f"{last} should be an object"
