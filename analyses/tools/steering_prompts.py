@@ -1,4 +1,4 @@
-"""The prompts of the grids of analyses/steering and analyses/bases, and of
+"""The prompts of the grids of analyses/steering, analyses/bases and analyses/families, and of
 `analyses/undecided/run.sh`: the paper's 35, and neutral ones of DExperts (OpenWebText).
 
     python analyses/tools/steering_prompts.py dexperts_owt_sentiment_10k.jsonl.xz
@@ -44,6 +44,14 @@ BASES = {
     "undecided": 810,
     "rivals-pilot": 20,
     "rivals": 300,
+    "families-select-1": 64,
+    "families-select-2": 64,
+    "families-select-3": 64,
+    "families-select-4": 64,
+    "families-select-5": 64,
+    "families-tune": 60,
+    "families": 400,
+    "families-distance": 200,
 }
 """Numbers of prompts by file in bases/, taken from the end of the neutral ones;
 bases/sentiment.txt and bases/topic.txt have all of their five parts."""
