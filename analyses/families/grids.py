@@ -64,6 +64,7 @@ class Studied:
         heads: The number of chosen heads, 9 % of all.
         layers: Layers that are tried for activation addition: 1/3, 1/2, 2/3 and 5/6 of all.
         arms: Those that are tuned, besides no bias.
+        prompts: Prompts on which heads are chosen, for each card.
     """
 
     judge: str
@@ -71,6 +72,7 @@ class Studied:
     heads: int
     layers: tuple[int, ...]
     arms: tuple[str, ...] = (ALL, CHOSEN, RANDOM, OPPOSING, ADDITION)
+    prompts: int = 64
 
 
 GEMMA, SMOLLM2 = "gemma-3-270m", "smollm2-135m"
@@ -79,7 +81,7 @@ MODELS: Mapping[str, Studied] = {
     SMOLLM2: Studied(GEMMA, (30, 9), 24, (10, 15, 20, 25)),
     QWEN: Studied(GEMMA, (24, 14), 30, (8, 12, 16, 20)),
     GEMMA: Studied(SMOLLM2, (18, 4), 6, (6, 9, 12, 15)),
-    LARGE_QWEN: Studied(GEMMA, (28, 12), 30, (9, 14, 19, 23), (CHOSEN, ADDITION)),
+    LARGE_QWEN: Studied(GEMMA, (28, 12), 30, (9, 14, 19, 23), (CHOSEN, ADDITION), 32),
 }
 """In the order in which they run."""
 

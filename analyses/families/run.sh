@@ -3,6 +3,7 @@
 # the names of analyses/families/grids.py. Repeat it after a stop, and it resumes; tables go to figures/families.
 #
 #     analyses/families/run.sh FOLDER smollm2-135m
+#     analyses/families/run.sh FOLDER qwen2.5-coder-0.5b-instruct more    # one stage, after the others
 #     python analyses/families/reader.py agree --models FOLDER    # once; then, for each of smollm2-135m and gemma-3-270m
 #     python analyses/families/reader.py label smollm2-135m --models FOLDER; python analyses/families/analyse.py compare
 set -euo pipefail
@@ -10,15 +11,18 @@ models=$(realpath "$1")
 model=$2
 here=$(dirname "$(realpath "$0")")
 case $model in smollm2-135m) place=$model ;; *) place=$models/$model ;; esac
-heads=$(python -c "from analyses.families.grids import MODELS; print(MODELS['$model'].heads)")
+read -r heads prompts <<< "$(python -c "from analyses.families.grids import MODELS; of = MODELS['$model']; print(of.heads, of.prompts)")"
 mkdir -p "made/$model/cards"
 for card in 1 2 3 4 5; do
     file=made/$model/cards/$card.json
-    [ -f "$file" ] || lapa2 select "$place" --prompts "bases/families-select-$card.txt" --score slope --heads "$heads" --out "$file"
+    [ -f "$file" ] && continue
+    head -n "$prompts" "bases/families-select-$card.txt" > "made/$model/cards/$card.txt"
+    lapa2 select "$place" --prompts "made/$model/cards/$card.txt" --score slope --heads "$heads" --out "$file"
 done
 python "$here/analyse.py" cards "$model" --models "$models"
 # Tuning has three rounds; one that has nothing left to try makes nothing.
-for stage in layers tune tune tune test more; do
+[ $# -gt 2 ] || set -- "$1" "$2" layers tune tune tune test
+for stage in "${@:3}"; do
     python "$here/grids.py" $stage "$model" --models "$models"
     [ -f "made/$model/$stage.toml" ] || continue
     lapa2 sweep "made/$model/$stage.toml" --out "made/$model/$stage" --workers 1 --yes
