@@ -309,8 +309,9 @@ def is_first_of_model(case: Case) -> bool:
 @torch.no_grad()
 def alpha_0_is_transformers(subject: Subject) -> Compared:
     """Cached decoding at alpha 0 has the logits of transformers' own `generate`, greedy."""
-    sees = FAMILIES[subject.case.model].sees if subject.case.model in FAMILIES else ("full",) * 4
-    assert tuple(map(str, facts_of(subject.model).layer_types)) == sees
+    if is_tiny(subject.case) or subject.case.model in FAMILIES:
+        sees = ("full",) * 4 if is_tiny(subject.case) else FAMILIES[subject.case.model].sees
+        assert tuple(map(str, facts_of(subject.model).layer_types)) == sees
     tokens, wanted = transformers_texts(subject.case.model, subject.case.texts)
     computed = subject.decoded((0, 1), Augmentation(alpha=0), tokens)
     if subject.case.kind == HOOKED:  # its logits are centred
@@ -323,7 +324,9 @@ def alpha_0_is_transformers(subject: Subject) -> Compared:
 def transformers_texts(model: str, texts: str):
     """Tokens and logits of transformers' own greedy texts."""
     net, tokens, logits = network(model, "float64"), [], []
-    tokenizer = load(model, PLAIN if HAS_HOOKED else CLASS_OF[model], "float64", "cpu").tokenizer
+    tokenizer = load(
+        model, PLAIN if HAS_HOOKED else CLASS_OF.get(model, PLAIN), "float64", "cpu"
+    ).tokenizer
     for prompt in PROMPTS[texts]:
         layout = Layout.of(tokenizer, "Very good:", prompt)
         generated = net.generate(
