@@ -1,14 +1,20 @@
 """The study of three families: its grids, how strengths are tuned, and what verdicts say."""
 
+from contextlib import nullcontext
 from datetime import UTC, datetime
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import pytest
+import torch
+from plain_forward import Size, llama, turn
 
-from analyses.families import analyse, grids
-from lapa2_interp import Selection
+from analyses.families import analyse, grids, near
+from lapa2_interp import Layout, Selection, augmented, load_model
+from lapa2_interp.attention.cache import new_rows
+from lapa2_interp.bias.layout import left_pad
+from lapa2_interp.models.facts import facts_of
 from lapa2_interp.runs.grid import load_grid
 
 HEADS = tuple((layer, layer % 9) for layer in range(24))
@@ -75,9 +81,7 @@ def test_every_prompt_of_the_test_has_every_arm_once_by_its_card(work, monkeypat
 def test_random_heads_are_others_of_the_same_layers_drawn_for_each_card(work, monkeypatch):
     cells = made(monkeypatch, "test", work).cells
     drawn = {
-        cell.active_augmentations[0].heads
-        for cell in cells
-        if analyse.arm_of(cell) == grids.RANDOM
+        cell.active_augmentations[0].heads for cell in cells if analyse.arm_of(cell) == grids.RANDOM
     }
     assert len(drawn) == 5
     for heads in drawn:
@@ -187,3 +191,66 @@ def test_the_first_measures_are_tested_over_models_by_the_judge_of_each():
     by_hand = own[grids.CHOSEN].mean() - own[grids.ADDITION].mean()
     row = first[(first["model"] == grids.QWEN) & (first["against"] == grids.ADDITION)].iloc[0]
     assert row["difference"] == pytest.approx(by_hand)
+
+
+# --- a prefix that stays near
+
+NEAR = 3
+NEW = [[40, 41, 42, 43, 44, 45, 46, 47], [90, 81, 72, 63, 54, 45, 36, 27]]
+
+
+def by_hand(model, layout, tokens, kept):
+    """Logits after each new token, from scores whose keys are rotated by hand."""
+    network = facts_of(model).network
+    weights, config = network.state_dict(), network.config
+    size = Size("llama", config.num_hidden_layers, config.num_attention_heads,
+                config.num_key_value_heads, config.rms_norm_eps, config.head_dim)  # fmt: skip
+    ids = torch.tensor([*layout.ids, *tokens])
+    n, n_input = len(ids), len(layout)
+    moves = torch.zeros(n, n)  # query key
+    stays = slice(*layout.prefix) if kept == "prefix" else slice(0, n_input)
+    for query in range(n_input, n):
+        moves[query, stays] = max(0, query - (n_input - 1) - NEAR)
+
+    def attend(layer, queries, keys, values):
+        group = size.n_heads // size.n_kv_heads
+        keys, values = (x.repeat_interleave(group, dim=0) for x in (keys, values))
+        turned_queries, heads = turn(queries, torch.arange(n), size), []
+        for query in range(n):
+            places = torch.arange(n) + moves[query]
+            scores = turned_queries[:, query, None] @ turn(keys, places, size).mT
+            scores = scores[:, 0, : query + 1] / queries.shape[2] ** 0.5
+            heads.append(scores.softmax(1)[:, None] @ values[:, : query + 1])
+        return torch.cat(heads, dim=1).transpose(0, 1).flatten(1)
+
+    return llama(weights, size, ids, torch.arange(n), attend)[n_input:]
+
+
+@pytest.mark.parametrize("kept", ["input", "prefix"])
+def test_keys_that_stay_near_have_the_scores_of_a_smaller_distance(kept):
+    model = load_model("tiny-llama", "float64", model_class="TransformersModel")
+    layouts = [
+        Layout.of(model.tokenizer, "Very good:", prompt) for prompt in ("The lake", "A book is on")
+    ]
+    padded = left_pad(layouts)
+
+    def decoded(block):
+        rows = new_rows(model)
+        with torch.no_grad(), block:
+            with augmented(model, None, padded):
+                rows.prompt_pass(padded)
+            rows.expand(torch.tensor([1, 0]), capacity=len(padded[0]) + 8)
+            with augmented(model, None, padded[::-1]):
+                steps = torch.tensor(NEW).split(1, dim=1)
+                return torch.cat([rows.read_tokens(step) for step in steps], dim=1)
+
+    logits = decoded(near.kept_near(model, kept, NEAR))
+    with torch.no_grad():
+        wanted = [
+            by_hand(model, layouts[i], tokens, kept) for i, tokens in zip((1, 0), NEW, strict=True)
+        ]
+    np.testing.assert_allclose(logits, torch.stack(wanted), atol=1e-5)  # angles are float32
+    usual = decoded(nullcontext())
+    moved = (logits - usual).abs().amax(2)
+    assert (moved[:, :NEAR] == 0).all(), "nothing moves before the prompt is that far away"
+    assert (moved[:, NEAR:] > 1e-3).all()
