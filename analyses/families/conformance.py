@@ -12,7 +12,7 @@ below 1e-3 in float32, in which large models are read, for memory. Further rows:
   the bias of the layout, give the same greedy tokens.
 - *knock-outs*: the control that is lost without the prefix in three heads, through hooks and
   without them.
-- *slopes*: what the chosen heads of the first card gain by their slopes, and by a small bias.
+- *slopes*: what these heads, which have the largest slopes, gain by them, and by a small bias.
 
 Speed and memory beside plain transformers: `analyses/speed/bench.py --shape FOLDER`.
 """
@@ -31,9 +31,16 @@ import pandas as pd
 import torch
 
 from analyses.families.analyse import replace_rows
-from analyses.families.grids import LARGE_QWEN, MADE, MODELS, OUT, QWEN, path_of
+from analyses.families.grids import (
+    LARGE_QWEN,
+    MODELS,
+    OUT,
+    QWEN,
+    path_of,
+    selection_file,
+)
 from analyses.lab.scripts import ScriptOptions
-from lapa2_interp import Augmentation, Layout, Selection, augmented
+from lapa2_interp import Augmentation, Layout, augmented
 from lapa2_interp.circuits.contrast_set import ContrastSet
 from lapa2_interp.circuits.control import control_score
 from lapa2_interp.circuits.gradients import attribution
@@ -77,7 +84,7 @@ def main() -> None:
     dtype = "float32" if options.model in IN_FLOAT32 else "float64"
     rows = [*of_laws(place, dtype, (HOOKED,) if options.hooked else (BRIDGE, PLAIN))]
     if not options.hooked:
-        rows += [*of_uses(options.model, place)]
+        rows += [*of_uses(place)]
     file = options.out / f"conformance{'.hooked' * options.hooked}.csv"
     replace_rows(file, options.model, pd.DataFrame(rows))
 
@@ -125,12 +132,12 @@ def check_law(suite: ModuleType, name: str, case: tuple) -> tuple:
     return suite.LAWS[name].check(suite.subject(case))
 
 
-def of_uses(model: str, place: str) -> Iterator[dict]:
+def of_uses(place: str) -> Iterator[dict]:
     """The rows of what users call: find, knock-outs, slopes; in float32, as they do."""
     import test_conformance as suite
 
     plain, bridge = (suite.load(place, kind, "float32", "cpu") for kind in (PLAIN, BRIDGE))
-    rule = Augmentation(alpha=0.7)
+    rule = Augmentation(alpha=0.7, phase="after_span")  # as found spans have it
     layout = Layout.of(plain.tokenizer, PREFIX, PROMPT)
 
     @torch.no_grad()
@@ -154,21 +161,22 @@ def of_uses(model: str, place: str) -> Iterator[dict]:
         return texts[0], texts[1]
 
     yield compared("find", PLAIN, "float32", find)
-    card = Selection.load(MADE / model / "cards" / "1.json")
-    texts = ContrastSet.of(bridge, "sentiment", prompts=list(card.prompts[:8]), tokens=8, seed=2)
+    prompts = selection_file(1).read_text("utf-8").splitlines()[:8]
+    texts = ContrastSet.of(bridge, "sentiment", prompts=prompts, tokens=8, seed=2)
+    table = attribution(bridge, texts).table("slope")
+    best = table.best(3, absolute=True)
 
     def knock_outs() -> tuple:
-        sets = {f"{layer}.{head}": [(layer, head)] for layer, head in card.heads[:3]}
+        sets = {str(head): [head] for head in best}
         tables = [knock_out(one, texts, over=sets).by_prompt for one in (bridge, plain)]
         return tables[0], tables[1]
 
     yield compared("knock-outs", f"{BRIDGE}, {PLAIN}", "float32", knock_outs)
 
     def slopes() -> tuple:
-        table = attribution(bridge, texts).table("slope")
         of_head = dict(zip((unit.heads[0] for unit in table.units), table.means, strict=True))
         gained = []
-        for head in card.heads[:3]:
+        for head in best:
             score = [
                 control_score(
                     bridge,
@@ -183,7 +191,7 @@ def of_uses(model: str, place: str) -> Iterator[dict]:
                 for alpha in (-SMALL_BIAS, SMALL_BIAS)
             ]
             gained.append((score[1] - score[0]) / (2 * SMALL_BIAS))
-        return [of_head[head] for head in card.heads[:3]], gained
+        return [of_head[head] for head in best], gained
 
     yield compared("slopes", BRIDGE, "float32", slopes, BY_DIFFERENCE)
     suite.load.cache_clear()
