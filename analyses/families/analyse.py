@@ -79,7 +79,7 @@ FURTHER = (
 )
 MARGIN = 5.0
 """Points within which two arms are equal."""
-STEPS = (1, 4, 8, 16, 32, 48)
+STEPS = (1, 4, 8, 16, 24, 32, 40)
 TEST_PROMPTS = 400
 
 
@@ -271,13 +271,11 @@ def attention_by_step(texts: pd.DataFrame, by_step: np.ndarray) -> pd.DataFrame:
     rows = []
     for arm, own in texts.groupby("arm", sort=False):
         for step in STEPS:
-            if step > by_step.shape[1]:
-                continue
-            values = pd.Series(by_step[own.index, step - 1], own.index)
-            there = values.notna()
-            mean = mean_interval(values[there], own["prompt"][there])
-            ends = {"mean": mean.mean, "low": mean.low, "high": mean.high, "texts": mean.n}
-            rows.append({"arm": arm, "step": step} | ends)
+            values = by_step[own.index, step - 1]
+            there = ~np.isnan(values)  # a text after a long prompt has fewer steps
+            if there.any():
+                mean = mean_interval(values[there], own["prompt"][there])
+                rows.append({"arm": arm, "step": step} | mean.columns | {"texts": mean.n})
     return pd.DataFrame(rows)
 
 
