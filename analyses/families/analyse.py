@@ -6,7 +6,8 @@
 A stage reads the runs in made/, in the folder from which run.sh works. It replaces its model's rows
 in a table, so that each piece stands alone and can be kept when the texts are gone.
 
-- *cards*: heads.csv, chosen and opposing heads of each card.
+- *cards*: heads.csv, chosen and opposing heads of each card, and cards.csv, the weights and prompts
+  on which they were chosen.
 - *layers*: layers.csv, each layer and strength of activation addition, and which layer is chosen.
 - *tune*: strengths.csv, what each strength costs, and the tuned one.
 - *test* and *more*: texts/MODEL.parquet, a row a text, without the text: stage, arm, card, prompt
@@ -120,21 +121,23 @@ def replace_rows(file: Path, model: str, rows: pd.DataFrame) -> None:
 
 
 def cards(model: str, models: Path, out: Path) -> None:
-    """Write heads.csv."""
-    rows = []
+    """Write heads.csv, and cards.csv with what each card was chosen on."""
+    rows, of_cards = [], []
     for card in CARDS:
         selection = Selection.load(MADE / model / "cards" / f"{card}.json")
         kinds = ["chosen"] * len(selection.heads) + ["opposing"] * len(selection.suppressors)
         heads = (*selection.heads, *selection.suppressors)
-        prompts = "\n".join(selection.prompts)
         for kind, (layer, head), values in zip(kinds, heads, selection.scores, strict=True):
             slope = dict(zip(("slope", "low", "high"), values, strict=True))
-            rows.append(
-                {"card": card, "kind": kind, "layer": layer, "head": head}
-                | slope
-                | {"weights": selection.weights, "prompts": sha256(prompts.encode()).hexdigest()}
-            )
+            rows.append({"card": card, "kind": kind, "layer": layer, "head": head} | slope)
+        prompts = "\n".join(selection.prompts)
+        of_cards.append(
+            {"card": card, "weights": selection.weights, "prompts": len(selection.prompts)}
+            | {"sha256 of prompts": sha256(prompts.encode()).hexdigest()}
+            | {"rank correlation of halves": selection.stability}
+        )
     replace_rows(out / "heads.csv", model, pd.DataFrame(rows))
+    replace_rows(out / "cards.csv", model, pd.DataFrame(of_cards))
 
 
 def arm_of(cell: Cell) -> str:

@@ -14,7 +14,7 @@ below 1e-3 in float32, in which large models are read, for memory. Further rows:
   without them.
 - *slopes*: what these heads, which have the largest slopes, gain by them, and by a small bias.
 
-Speed and memory beside plain transformers: `analyses/speed/bench.py --shape FOLDER`.
+Speed and memory beside plain transformers: analyses/families/pilot.py.
 """
 
 from __future__ import annotations
