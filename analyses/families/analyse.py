@@ -60,7 +60,7 @@ from lapa2_interp.generation.cell import Cell
 from lapa2_interp.runs.run import Run, load_run
 from lapa2_interp.scoring.equal_perplexity import interpolate_at_perplexity
 from lapa2_interp.scoring.scorer import ScoreCache
-from lapa2_interp.stats import holm, mean_interval, paired_difference
+from lapa2_interp.stats import Difference, holm, mean_interval, paired_difference
 from lapa2_interp.table_formats import as_csv, as_text
 
 METRICS = ("acc hidden", "acc (linear)", "reader")
@@ -322,11 +322,11 @@ def arm_rows(texts: pd.DataFrame) -> Iterable[dict]:
                 )
 
 
-def difference_of(one: pd.DataFrame, other: pd.DataFrame, metric: str):
+def difference_of(steered: pd.DataFrame, compared: pd.DataFrame, metric: str) -> Difference:
     """One arm minus another, paired on prompts and attributes."""
     return paired_difference(
-        other[metric], other["prompt"], one[metric], one["prompt"],
-        kinds=(other["attribute"], one["attribute"]),
+        compared[metric], compared["prompt"], steered[metric], steered["prompt"],
+        kinds=(compared["attribute"], steered["attribute"]),
     )  # fmt: skip
 
 
@@ -338,10 +338,10 @@ def differences(texts: pd.DataFrame) -> pd.DataFrame:
         for metric in METRICS:
             tests = []
             for model, own in texts[texts["stage"] == "test"].groupby("model", sort=False):
-                one, other = (own[own["arm"] == name] for name in (arm, against))
-                if not (one[metric].notna().any() and other[metric].notna().any()):
+                steered, compared = (own[own["arm"] == name] for name in (arm, against))
+                if not (steered[metric].notna().any() and compared[metric].notna().any()):
                     continue
-                change = difference_of(one, other, metric)
+                change = difference_of(steered, compared, metric)
                 ends = {"difference": change.mean, "low": change.low, "high": change.high}
                 tests.append(
                     {"model": model, "metric": metric, "arm": arm, "against": against}

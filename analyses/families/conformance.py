@@ -80,11 +80,11 @@ def main() -> None:
     parser.add_argument("--hooked", action="store_true", help="HookedTransformer alone")
     parser.add_argument("--out", type=Path, default=OUT)
     options = parser.parse_args()
-    place = path_of(options.model, options.models)
+    folder = path_of(options.model, options.models)
     dtype = "float32" if options.model in IN_FLOAT32 else "float64"
-    rows = [*of_laws(place, dtype, (HOOKED,) if options.hooked else (BRIDGE, PLAIN))]
+    rows = [*of_laws(folder, dtype, (HOOKED,) if options.hooked else (BRIDGE, PLAIN))]
     if not options.hooked:
-        rows += [*of_uses(place)]
+        rows += [*of_uses(folder)]
     file = options.out / f"conformance{'.hooked' * options.hooked}.csv"
     replace_rows(file, options.model, pd.DataFrame(rows))
 

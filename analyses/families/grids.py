@@ -96,17 +96,17 @@ def main() -> None:
     options = parser.parse_args()
     folder = MADE / options.model
     cards = {card: Selection.load(folder / "cards" / f"{card}.json") for card in CARDS}
-    place = path_of(options.model, options.models)
+    path = path_of(options.model, options.models)
     blocks = {
         "layers": lambda: layer_blocks(options.model),
         "tune": lambda: tune_blocks(options.model, cards[1], options.tables),
         "test": lambda: test_blocks(options.model, cards, options.tables),
-        "more": lambda: more_blocks(options.model, cards, options.tables, place),
+        "more": lambda: more_blocks(options.model, cards, options.tables, path),
     }[options.stage]()
     file = folder / f"{options.stage}.toml"
     file.unlink(missing_ok=True)
     if blocks:
-        write_text(file, "\n".join([HEADER.format(stage=options.stage, model=place), *blocks]))
+        write_text(file, "\n".join([HEADER.format(stage=options.stage, model=path), *blocks]))
 
 
 HEADER = """description = "Three families, four sizes: {stage}"

@@ -132,9 +132,9 @@ def write(name: str, models: Path, out: Path) -> None:
     prompts = Path("bases/families-distance.txt").read_text("utf-8").splitlines()
     cards = {card: Selection.load(MADE / name / "cards" / f"{card}.json") for card in CARDS}
     strength = tuned_strengths(out, name)[CHOSEN]
-    for bias, kept in ARMS:
+    for bias, moved in ARMS:
         for attribute in ("positive", "negative"):
-            file = MADE / name / "near" / f"{name_of(bias, kept)}, {attribute}.parquet"
+            file = MADE / name / "near" / f"{name_of(bias, moved)}, {attribute}.parquet"
             if file.exists():
                 continue
             parts = {None: prompts}
@@ -145,7 +145,7 @@ def write(name: str, models: Path, out: Path) -> None:
                 rule = {NO_BIAS: "none", HALF: "lapa2:alpha=0.5"}.get(bias)
                 if rule is None:
                     rule = recipe_of(CHOSEN, cards[card], strength, seed=card)
-                with kept_near(model, kept) if kept else nullcontext():
+                with kept_near(model, moved) if moved else nullcontext():
                     run = generate(
                         model, own, attribute=attribute, augmentation=rule, length=TOKENS,
                         eos="block", trace="none", max_rows=80,
@@ -158,9 +158,9 @@ def write(name: str, models: Path, out: Path) -> None:
 def judge(name: str, models: Path, out: Path) -> None:
     """Write near.csv and near.differences.csv."""
     folder, tables = MADE / name / "near", []
-    for bias, kept in ARMS:
+    for bias, moved in ARMS:
         for attribute in ("positive", "negative"):
-            arm = name_of(bias, kept)
+            arm = name_of(bias, moved)
             texts = pd.read_parquet(folder / f"{arm}, {attribute}.parquet").assign(arm=arm)
             for quarter in range(1, QUARTERS + 1):
                 tables.append(part_of(texts, quarter).assign(quarter=quarter))
@@ -179,8 +179,8 @@ def judge(name: str, models: Path, out: Path) -> None:
             mean = mean_interval(own[metric], own["prompt"])
             where = {"arm": arm, "quarter": quarter, "metric": metric}
             rows.append(where | mean.columns | {"texts": mean.n, "cost": cost})
-        for bias, kept in ARMS:
-            if not kept or name_of(bias, kept) != arm:
+        for bias, moved in ARMS:
+            if not moved or name_of(bias, moved) != arm:
                 continue
             usual = parts[(parts["arm"] == bias) & (parts["quarter"] == quarter)]
             for metric in ("acc hidden", "acc (linear)"):

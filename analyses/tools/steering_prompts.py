@@ -141,7 +141,10 @@ def main() -> None:
     neutral = read_neutral(parser.parse_args().file)
     prompts, selection = choose_prompts(neutral)
     files = {"steering-prompts.txt": prompts, "steering-selection.txt": selection}
-    files |= {f"bases/{name}.txt": text for name, text in bases_prompts(neutral).items()}
+    for name, texts in bases_prompts(neutral).items():
+        # A space in front, since some tokenizers join the prefix's colon with the first word.
+        space = " " if name.startswith("families") else ""
+        files[f"bases/{name}.txt"] = [space + text for text in texts]
     Path("bases").mkdir(exist_ok=True)
     for name, texts in files.items():
         write_text(Path(name), "".join(f"{text}\n" for text in texts))
