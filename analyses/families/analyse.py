@@ -96,7 +96,7 @@ def main() -> None:
     }
     parser.add_argument("stage", choices=(*stages, "compare"))
     parser.add_argument("model", choices=MODELS, nargs="?")
-    parser.add_argument("--models", type=Path, help="the folder of their folders")
+    parser.add_argument("--models", type=Path, help="the folder of `make models`")
     parser.add_argument("--out", type=Path, default=OUT)
     options = parser.parse_args()
     if options.stage == "compare":

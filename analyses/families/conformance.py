@@ -76,7 +76,7 @@ def main() -> None:
     """Check a model, and replace its rows."""
     parser = ScriptOptions(str(__doc__), formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", choices=MODELS)
-    parser.add_argument("--models", type=Path, required=True, help="the folder of their folders")
+    parser.add_argument("--models", type=Path, required=True, help="the folder of `make models`")
     parser.add_argument("--hooked", action="store_true", help="HookedTransformer alone")
     parser.add_argument("--out", type=Path, default=OUT)
     options = parser.parse_args()

@@ -7,7 +7,8 @@ writes made/smollm2-135m/layers.toml in the current folder, from which run.sh wo
 texts that are judged, *more* has arms of one model alone. Heads come from the model's five cards,
 which lie in the folder cards beside the grid, and layers and strengths from the tables that
 analyses/families/analyse.py wrote after the stage before. A stage that has nothing left to make
-writes no grid.
+writes no grid. *cards* writes none either: it prints how many heads a card has, on how many prompts
+they are chosen, and what loads the model.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from lapa2_interp.errors import RunError
 from lapa2_interp.files import write_text
 
 OUT = FIGURES / "families"
-STAGES = ("layers", "tune", "test", "more")
+STAGES = ("cards", "layers", "tune", "test", "more")
 CARDS = (1, 2, 3, 4, 5)
 MADE = Path("made")
 """What the stages make: a folder for each model."""
@@ -91,12 +92,16 @@ def main() -> None:
     parser = ScriptOptions(str(__doc__), formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("stage", choices=STAGES)
     parser.add_argument("model", choices=MODELS)
-    parser.add_argument("--models", type=Path, required=True, help="the folder of their folders")
+    parser.add_argument("--models", type=Path, required=True, help="the folder of `make models`")
     parser.add_argument("--tables", type=Path, default=OUT, help="of the stages before")
     options = parser.parse_args()
+    path = path_of(options.model, options.models)
+    if options.stage == "cards":
+        studied = MODELS[options.model]
+        print(studied.heads, studied.prompts, path)
+        return
     folder = MADE / options.model
     cards = {card: Selection.load(folder / "cards" / f"{card}.json") for card in CARDS}
-    path = path_of(options.model, options.models)
     blocks = {
         "layers": lambda: layer_blocks(options.model),
         "tune": lambda: tune_blocks(options.model, cards[1], options.tables),
@@ -123,8 +128,11 @@ max_rows = 80
 
 
 def path_of(model: str, models: Path) -> str:
-    """What loads a model: the bundled one by its name, the others from their folders."""
-    return model if model == SMOLLM2 else str(models / model)
+    """What loads a model: the bundled one by its name, the others from a folder or a GGUF file."""
+    if model == SMOLLM2:
+        return model
+    folder = models / model
+    return str(folder if folder.is_dir() else folder.with_name(f"{model}.gguf"))
 
 
 def block(file: str, n: int, arms: Mapping[str, str], settings: str = "") -> str:

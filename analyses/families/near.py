@@ -119,7 +119,7 @@ def main() -> None:
     parser = ScriptOptions(str(__doc__), formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("do", choices=("write", "judge"))
     parser.add_argument("model", choices=MODELS)
-    parser.add_argument("--models", type=Path, required=True, help="the folder of their folders")
+    parser.add_argument("--models", type=Path, required=True, help="the folder of `make models`")
     parser.add_argument("--out", type=Path, default=OUT)
     options = parser.parse_args()
     do = {"write": write, "judge": judge}[options.do]

@@ -40,7 +40,7 @@ def main() -> None:
     """Time a model, and replace its row."""
     parser = ScriptOptions(str(__doc__), formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", choices=MODELS)
-    parser.add_argument("--models", type=Path, required=True, help="the folder of their folders")
+    parser.add_argument("--models", type=Path, required=True, help="the folder of `make models`")
     parser.add_argument("--out", type=Path, default=OUT)
     options = parser.parse_args()
     torch.set_num_threads(1)

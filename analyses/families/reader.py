@@ -62,7 +62,7 @@ def main() -> None:
     parser = ScriptOptions(str(__doc__), formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("do", choices=("agree", "label"))
     parser.add_argument("model", choices=(SMOLLM2, GEMMA), nargs="?")
-    parser.add_argument("--models", type=Path, required=True, help="the folder of their folders")
+    parser.add_argument("--models", type=Path, required=True, help="the folder of `make models`")
     parser.add_argument("--out", type=Path, default=OUT)
     options = parser.parse_args()
     network, tokenizer, _ = load_transformers(path_of(LARGE_QWEN, options.models), "bfloat16")

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# All stages of a model of analyses/families, in the current folder, which has bases/ of `make steering-prompts`. FOLDER has the models by
-# the names of analyses/families/grids.py. Repeat it after a stop, and it resumes; tables go to figures/families.
+# All stages of a model of analyses/families, in the current folder, which has bases/ of `make steering-prompts`. FOLDER is that of
+# `make models`. Repeat it after a stop, and it resumes; tables go to figures/families.
 #
 #     analyses/families/run.sh FOLDER smollm2-135m
 #     analyses/families/run.sh FOLDER qwen2.5-coder-0.5b-instruct more    # one stage, after the others
@@ -10,8 +10,7 @@ set -euo pipefail
 models=$(realpath "$1")
 model=$2
 here=$(dirname "$(realpath "$0")")
-case $model in smollm2-135m) place=$model ;; *) place=$models/$model ;; esac
-read -r heads prompts <<< "$(python -c "from analyses.families.grids import MODELS; of = MODELS['$model']; print(of.heads, of.prompts)")"
+read -r heads prompts place <<< "$(python "$here/grids.py" cards "$model" --models "$models")"
 mkdir -p "made/$model/cards"
 for card in 1 2 3 4 5; do
     file=made/$model/cards/$card.json
