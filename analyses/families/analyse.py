@@ -157,17 +157,20 @@ def strength_of(cell: Cell) -> float:
     return next((bias.alpha for bias in cell.active_augmentations), 0.0)
 
 
-def scored_texts(model: str, stage: str, models: Path) -> tuple[Run, pd.DataFrame]:
-    """The texts of finished cells with labels, and with nll by the model of another family."""
+def scored_texts(
+    model: str, stage: str, models: Path, labels: bool = True
+) -> tuple[Run, pd.DataFrame]:
+    """The texts of finished cells with nll by the model of another family, and with labels."""
     run = load_run(MADE / model / stage, earlier=True)
     texts = run.texts(list(run.finished)).reset_index(drop=True)
     texts["arm"] = [arm_of(run.by_key[key]) for key in texts["cell"]]
     texts["strength"] = [strength_of(run.by_key[key]) for key in texts["cell"]]
     folder = MADE / model / stage / "scores"
-    with ScoreCache(folder) as cache:
-        texts = score(texts, cache)
+    if labels:
+        with ScoreCache(folder) as cache:
+            texts = score(texts, cache)
     judge = path_of(MODELS[model].judge, models)
-    texts["nll"] = judged_nll(texts, judge, folder / "judge.csv")["nll"]
+    texts["nll"] = judged_nll(texts, judge, folder / "judge.csv", "bfloat16")["nll"]
     return run, texts
 
 
@@ -203,7 +206,7 @@ def value_at_cost(curve: pd.DataFrame, name: str) -> float:
 
 def tune(model: str, models: Path, out: Path) -> None:
     """Write strengths.csv."""
-    _, texts = scored_texts(model, "tune", models)
+    _, texts = scored_texts(model, "tune", models, labels=False)
     base = texts[texts["arm"] == NO_BIAS]
     rows = []
     for arm in MODELS[model].arms:

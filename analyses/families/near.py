@@ -168,7 +168,7 @@ def judge(name: str, models: Path, out: Path) -> None:
     with ScoreCache(folder / "scores") as cache:
         parts = score(parts, cache)
     parts["nll"] = judged_nll(
-        parts, path_of(MODELS[name].judge, models), folder / "scores" / "judge.csv"
+        parts, path_of(MODELS[name].judge, models), folder / "scores" / "judge.csv", "bfloat16"
     )["nll"]
     parts["prompt"] = list(map(digits, parts["whole prompt"]))
     rows, tests = [], []
