@@ -204,6 +204,14 @@ def value_at_cost(curve: pd.DataFrame, name: str) -> float:
     return float(values[-1, 0] if np.isnan(value) else value)
 
 
+def tuned_strength(curve: pd.DataFrame) -> float:
+    """The strength at the wanted cost, or that which costs most where none costs as much: strong
+    biases can make texts that repeat themselves, which cost little."""
+    if curve["nll"].max() < curve["nll"].iloc[0] + np.log(COST):
+        return float(curve["strength"][curve["nll"].idxmax()])
+    return value_at_cost(curve, "strength")
+
+
 def tune(model: str, models: Path, out: Path) -> None:
     """Write strengths.csv."""
     _, texts = scored_texts(model, "tune", models, labels=False)
@@ -223,7 +231,7 @@ def tune(model: str, models: Path, out: Path) -> None:
             rows[-1] |= {"tuned": False}
             curve.append({"strength": float(strength), "nll": at["nll"].mean()})
         if len(curve) > 1:
-            tuned = value_at_cost(pd.DataFrame(curve), "strength")
+            tuned = tuned_strength(pd.DataFrame(curve))
             rows.append({"arm": arm, "strength": round(tuned, 4), "tuned": True})
     replace_rows(out / "strengths.csv", model, pd.DataFrame(rows))
     tried = strengths(out, model)

@@ -138,7 +138,10 @@ def test_a_tuned_strength_is_interpolated_in_the_logarithm_of_the_cost():
     curve = pd.DataFrame({"strength": [0.0, 1.0, 3.0], "nll": np.log([10.0, 11.0, 14.0])})
     share = (np.log(12.5) - np.log(11)) / (np.log(14) - np.log(11))
     assert analyse.value_at_cost(curve, "strength") == pytest.approx(1 + 2 * share)
+    assert analyse.tuned_strength(curve) == pytest.approx(1 + 2 * share)
     assert analyse.value_at_cost(curve.head(2), "strength") == 1.0, "never reached: the strongest"
+    low = pd.DataFrame({"strength": [0.0, 1.0, 2.0], "nll": np.log([10.0, 12.0, 7.0])})
+    assert analyse.tuned_strength(low) == 1.0, "never reached: what costs most"
 
 
 @pytest.mark.parametrize(
