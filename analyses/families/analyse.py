@@ -46,6 +46,7 @@ from analyses.families.grids import (
     OUT,
     QWEN,
     RANDOM,
+    REPEATS,
     SMOLLM2,
     next_strengths,
     path_of,
@@ -161,7 +162,7 @@ def scored_texts(
     model: str, stage: str, models: Path, labels: bool = True
 ) -> tuple[Run, pd.DataFrame]:
     """The texts of finished cells with nll by the model of another family, and with labels."""
-    run = load_run(MADE / model / stage, earlier=True)
+    run = load_run(MADE / model / stage, earlier=stage == "tune")  # of all rounds
     texts = run.texts(list(run.finished)).reset_index(drop=True)
     texts["arm"] = [arm_of(run.by_key[key]) for key in texts["cell"]]
     texts["strength"] = [strength_of(run.by_key[key]) for key in texts["cell"]]
@@ -205,8 +206,12 @@ def value_at_cost(curve: pd.DataFrame, name: str) -> float:
 
 
 def tuned_strength(curve: pd.DataFrame) -> float:
-    """The strength at the wanted cost, or that which costs most where none costs as much: strong
-    biases can make texts that repeat themselves, which cost little."""
+    """The strength at the wanted cost, or that which costs most where none costs as much; below
+    those at which texts repeat themselves, and so cost little."""
+    largest = curve["nll"].cummax()
+    falls = curve["nll"] < largest + np.log(REPEATS)
+    if falls.any():
+        curve = curve.loc[: falls.idxmax()].iloc[:-1]
     if curve["nll"].max() < curve["nll"].iloc[0] + np.log(COST):
         return float(curve["strength"][curve["nll"].idxmax()])
     return value_at_cost(curve, "strength")

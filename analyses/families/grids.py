@@ -51,6 +51,8 @@ FIRST_STRENGTHS = {
 COST, HIGH_COST = 1.25, 1.6
 """The perplexity to which strengths are tuned, as a multiple of that of no bias; and the largest of
 a weakest strength from which one is interpolated."""
+REPEATS = 0.75
+"""A strength that costs less than this share of a weaker one makes texts that repeat themselves."""
 ROUNDS = 3
 """The rounds of tuning: in the second and third, strengths are doubled or halved."""
 
@@ -247,14 +249,16 @@ def strengths(tables: Path, model: str) -> pd.DataFrame:
 
 def next_strengths(arm: str, tried: pd.DataFrame) -> tuple[float, ...]:
     """The strengths of an arm to try next: the first ones, then twice the largest where no cost
-    reaches the wanted one, or half of the smallest where that costs far too much."""
+    reaches the wanted one, or half of the smallest where that costs far too much. None is tried
+    above one at which texts repeat themselves."""
     own = tried[(tried["arm"] == arm) & ~tried["tuned"].astype(bool)].sort_values("strength")
     if own.empty:
         return FIRST_STRENGTHS[arm]
     if len(own) >= len(FIRST_STRENGTHS[arm]) + ROUNDS - 1:
         return ()
     if own["cost"].max() < COST:
-        return (2 * own["strength"].iloc[-1],)
+        repeats = own["cost"].iloc[-1] < REPEATS * own["cost"].max()
+        return () if repeats else (2 * own["strength"].iloc[-1],)
     if own["cost"].iloc[0] > HIGH_COST:
         return (own["strength"].iloc[0] / 2,)
     return ()

@@ -102,7 +102,7 @@ def agree(network, tokenizer, out: Path) -> None:
 def label(network, tokenizer, model: str, out: Path) -> None:
     """Label a model's texts, and replace its rows in reader.csv."""
     question = (out / "reader.question.txt").read_text("utf-8").strip()
-    run = load_run(MADE / model / "test", earlier=True)
+    run = load_run(MADE / model / "test")
     texts = run.texts(list(run.finished))
     texts["arm"] = [arm_of(run.by_key[key]) for key in texts["cell"]]
     texts = texts[texts["arm"].isin((NO_BIAS, HALF, CHOSEN, ADDITION))].reset_index(drop=True)

@@ -123,6 +123,7 @@ def test_tuning_first_tries_two_strengths_of_each_arm(work, monkeypatch):
         ({1.0: 1.1, 2.5: 1.2}, (5.0,)),
         ({1.0: 1.1, 2.5: 1.2, 5.0: 1.24}, (10.0,)),
         ({1.0: 1.1, 2.5: 1.2, 5.0: 1.24, 10.0: 1.24}, ()),
+        ({1.0: 1.2, 2.5: 0.6}, ()),
         ({1.0: 1.7, 2.5: 3.0}, (0.5,)),
         ({1.0: 1.5, 2.5: 3.0}, ()),
     ],
@@ -142,6 +143,10 @@ def test_a_tuned_strength_is_interpolated_in_the_logarithm_of_the_cost():
     assert analyse.value_at_cost(curve.head(2), "strength") == 1.0, "never reached: the strongest"
     low = pd.DataFrame({"strength": [0.0, 1.0, 2.0], "nll": np.log([10.0, 12.0, 7.0])})
     assert analyse.tuned_strength(low) == 1.0, "never reached: what costs most"
+    dips = pd.DataFrame({"strength": [0.0, 1.0, 2.0], "nll": np.log([10.0, 8.0, 12.5])})
+    assert analyse.tuned_strength(dips) == 2.0, "a small dip may be chance"
+    again = pd.DataFrame({"strength": [0.0, 0.5, 1, 2, 4], "nll": np.log([10, 9.98, 12, 6, 30])})
+    assert analyse.tuned_strength(again) == 1.0, "texts that repeat themselves, and worse, are out"
 
 
 @pytest.mark.parametrize(
