@@ -83,6 +83,8 @@ MARGIN = 5.0
 """Points within which two arms are equal."""
 STEPS = (1, 4, 8, 16, 24, 32, 40)
 TEST_PROMPTS = 400
+LENGTH = 64
+"""Tokens of a text, those of its prompt included."""
 
 
 def main() -> None:
@@ -276,7 +278,7 @@ def judge_more_texts(model: str, models: Path, out: Path) -> None:
 
 def prefix_attention(run: Run, texts: pd.DataFrame) -> np.ndarray:
     """The attention on the prefix in percent, [text step], a mean over layers and heads."""
-    rows = np.full((len(texts), max(STEPS) + 16), np.nan)
+    rows = np.full((len(texts), LENGTH), np.nan)
     for key, own in texts.groupby("cell"):
         trace = run.trace(str(key))
         target = list(trace["branch"].to_numpy()).index(branch_name(trace))
