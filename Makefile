@@ -1,4 +1,4 @@
-# Users: demo, reproduce. Committed results: gallery, circuits, fading, notebooks, numbers. What ships with the package: prefixes, scorers.
+# Users: demo, reproduce. Committed results: gallery, circuits, fading, notebooks, numbers, models. What ships with the package: prefixes, scorers.
 # Developers: test, test-long, test-hooked, test-harness, lint, types (all six: check), docs, drills, lowest, newest, audit, sbom, dist, locks, clean.
 SCALE ?= quick
 DATA ?= data
@@ -11,7 +11,7 @@ RUN := .venv/.run-installed
 DEV := .venv/.installed
 HOOKED := .venv-hooked/.installed
 HARNESS := .venv-harness/.installed
-.PHONY: demo reproduce gallery circuits fading notebooks numbers prefixes scorers steering-prompts test test-long drills test-hooked test-harness lint types check docs lowest newest audit dist sbom locks clean
+.PHONY: demo reproduce gallery circuits fading models notebooks numbers prefixes scorers steering-prompts test test-long drills test-hooked test-harness lint types check docs lowest newest audit dist sbom locks clean
 .DELETE_ON_ERROR:
 
 # A first look, in a minute or two: results/demo/report.html.
@@ -34,6 +34,9 @@ circuits: $(RUN)
 	analyses/circuits/run.sh $(SCALE)
 fading: steering-prompts
 	analyses/fading/run.sh
+# Files of three models of analyses/families, in results/models: 1.9 GB.
+models: $(RUN)
+	analyses/tools/models.sh results/models
 prefixes: $(RUN)
 	analyses/tools/prefixes.sh
 scorers: $(DEV)

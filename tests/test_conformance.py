@@ -79,6 +79,8 @@ TOKENS = torch.tensor([[40, 41, 42, 43, 44], [90, 81, 72, 63, 54]])
 STEPS = TOKENS.shape[1]
 TRACE = 1e-6
 """How far sums of attention may lie apart: traces are stored in float32."""
+PACKED_SUMS = 1e-5
+"""How far sums of attention in float32 may lie apart with prepacked weights and without."""
 PIECES = {"Llama 4": 1e-6}
 """By model that rotates and routes in float32, how far logits of a text that is read in pieces may
 lie apart: on some processors last bits depend on the number of tokens of a pass."""
@@ -309,8 +311,9 @@ def is_first_of_model(case: Case) -> bool:
 @torch.no_grad()
 def alpha_0_is_transformers(subject: Subject) -> Compared:
     """Cached decoding at alpha 0 has the logits of transformers' own `generate`, greedy."""
-    sees = FAMILIES[subject.case.model].sees if subject.case.model in FAMILIES else ("full",) * 4
-    assert tuple(map(str, facts_of(subject.model).layer_types)) == sees
+    if is_tiny(subject.case) or subject.case.model in FAMILIES:
+        sees = ("full",) * 4 if is_tiny(subject.case) else FAMILIES[subject.case.model].sees
+        assert tuple(map(str, facts_of(subject.model).layer_types)) == sees
     tokens, wanted = transformers_texts(subject.case.model, subject.case.texts)
     computed = subject.decoded((0, 1), Augmentation(alpha=0), tokens)
     if subject.case.kind == HOOKED:  # its logits are centred
@@ -323,7 +326,9 @@ def alpha_0_is_transformers(subject: Subject) -> Compared:
 def transformers_texts(model: str, texts: str):
     """Tokens and logits of transformers' own greedy texts."""
     net, tokens, logits = network(model, "float64"), [], []
-    tokenizer = load(model, PLAIN if HAS_HOOKED else CLASS_OF[model], "float64", "cpu").tokenizer
+    tokenizer = load(
+        model, PLAIN if HAS_HOOKED else CLASS_OF.get(model, PLAIN), "float64", "cpu"
+    ).tokenizer
     for prompt in PROMPTS[texts]:
         layout = Layout.of(tokenizer, "Very good:", prompt)
         generated = net.generate(
@@ -840,7 +845,7 @@ def packed_weights_are_the_usual(subject: Subject) -> Compared:
             logits.append(subject.decoded((1, 0, 1), subject.rule, recorder=recorder))
         layouts = [left_pad(subject.layouts)[row] for row in (1, 0, 1)]
         sums.append(sums_of(recorder.dataset(layouts, ("target",), [STEPS] * 3)))
-    np.testing.assert_allclose(*sums, atol=1e-5, rtol=0)
+    np.testing.assert_allclose(*sums, atol=PACKED_SUMS, rtol=0)
     return Compared(*logits, 1e-5)
 
 

@@ -245,7 +245,7 @@ def score(texts: pd.DataFrame, cache: ScoreCache) -> pd.DataFrame:
 
 
 @torch.inference_mode()
-def judged_nll(texts: pd.DataFrame, model: str, file: Path) -> pd.DataFrame:
+def judged_nll(texts: pd.DataFrame, model: str, file: Path, dtype: str = "float32") -> pd.DataFrame:
     """-ln p of each continuation given its prompt: `nll`, in nats per token, and `bits` per
     character; NaN where there is none.
 
@@ -256,7 +256,7 @@ def judged_nll(texts: pd.DataFrame, model: str, file: Path) -> pd.DataFrame:
         sha256(f"{prompt}\0{new}".encode()).hexdigest()
         for prompt, new in zip(texts["prompt"], texts["continuation"], strict=True)
     ]
-    network, tokenizer, _ = load_transformers(model, "float32")
+    network, tokenizer, _ = load_transformers(model, dtype)
     rows = {
         name: (prompt, new)
         for name, prompt, new in zip(names, texts["prompt"], texts["continuation"], strict=True)
@@ -300,7 +300,7 @@ def _nll_of(pairs: list[tuple[str, str]], network, tokenizer) -> list[float]:
         states[start - 1 : len(row) - 1]
         for states, row, start in zip(hidden, ids, starts, strict=True)
     ]
-    logits = network.get_output_embeddings()(torch.cat(predicting))
+    logits = network.get_output_embeddings()(torch.cat(predicting)).float()
     tokens = torch.tensor(
         [token for row, start in zip(ids, starts, strict=True) for token in row[start:]]
     )

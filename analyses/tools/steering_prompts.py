@@ -1,4 +1,4 @@
-"""The prompts of the grids of analyses/steering and analyses/bases, and of
+"""The prompts of the grids of analyses/steering, analyses/bases and analyses/families, and of
 `analyses/undecided/run.sh`: the paper's 35, and neutral ones of DExperts (OpenWebText).
 
     python analyses/tools/steering_prompts.py dexperts_owt_sentiment_10k.jsonl.xz
@@ -44,6 +44,14 @@ BASES = {
     "undecided": 810,
     "rivals-pilot": 20,
     "rivals": 300,
+    "families-select-1": 64,
+    "families-select-2": 64,
+    "families-select-3": 64,
+    "families-select-4": 64,
+    "families-select-5": 64,
+    "families-tune": 60,
+    "families": 400,
+    "families-distance": 200,
 }
 """Numbers of prompts by file in bases/, taken from the end of the neutral ones;
 bases/sentiment.txt and bases/topic.txt have all of their five parts."""
@@ -133,7 +141,10 @@ def main() -> None:
     neutral = read_neutral(parser.parse_args().file)
     prompts, selection = choose_prompts(neutral)
     files = {"steering-prompts.txt": prompts, "steering-selection.txt": selection}
-    files |= {f"bases/{name}.txt": text for name, text in bases_prompts(neutral).items()}
+    for name, texts in bases_prompts(neutral).items():
+        # A space in front, since some tokenizers join the prefix's colon with the first word.
+        space = " " if name.startswith("families") else ""
+        files[f"bases/{name}.txt"] = [space + text for text in texts]
     Path("bases").mkdir(exist_ok=True)
     for name, texts in files.items():
         write_text(Path(name), "".join(f"{text}\n" for text in texts))

@@ -217,7 +217,7 @@ def test_texts_with_banned_words_are_told_apart(run):
 
 
 def test_prompts_of_bases_are_in_no_other_file():
-    neutral = [f"Prompt {i} of many" for i in range(3600)] + ['"quoted']
+    neutral = [f"Prompt {i} of many" for i in range(4500)] + ['"quoted']
     steering, selection = choose_prompts(neutral)
     files = bases_prompts(neutral)
     assert {name: len(files[name]) for name in BASES} == BASES
