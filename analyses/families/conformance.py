@@ -8,6 +8,8 @@ computes and what another way computes. figures/families/conformance.csv has the
 of both, as a share of the largest number, and whether it is rounding: below 1e-6 in float64, and
 below 1e-3 in float32, in which the largest model is read, for memory. Further rows:
 
+- *its norms and softmax in float64*: transformers computes both in float32, also in a network of
+  float64, which shows in Qwen; here they are computed in float64.
 - *find*: a bias on words that are found in a text that transformers' own `generate` continues, and
   the bias of the layout, give the same greedy tokens.
 - *knock-outs*: the control that is lost without the prefix in three heads, through hooks and
@@ -22,6 +24,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -29,6 +32,9 @@ from types import ModuleType
 import numpy as np
 import pandas as pd
 import torch
+from torch import Tensor
+from torch.nn import functional
+from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 
 from analyses.families.analyse import replace_rows
 from analyses.families.grids import (
@@ -50,6 +56,8 @@ TESTS = Path(__file__).resolve().parents[2] / "tests"
 ROUNDING = {"float64": 1e-6, "float32": 1e-3}
 IN_FLOAT32 = (LARGE_QWEN,)
 BRIDGE, PLAIN, HOOKED = "TransformerBridge", "TransformersModel", "HookedTransformer"
+RECORDED = "recorded_is_the_attention_of_transformers"
+EXACT = "its norms and softmax in float64"
 LAWS = {
     "alpha_0_is_transformers": (BRIDGE, PLAIN, HOOKED),
     "one_pass_is_the_oracle": (BRIDGE, PLAIN, HOOKED),
@@ -57,7 +65,7 @@ LAWS = {
     "cached_is_one_pass": (BRIDGE, PLAIN, HOOKED),
     "a_batch_is_its_rows_alone": (BRIDGE, PLAIN, HOOKED),
     "kept_turns_are_one_pass": (BRIDGE, PLAIN, HOOKED),
-    "recorded_is_the_attention_of_transformers": (BRIDGE, PLAIN),
+    RECORDED: (BRIDGE, PLAIN),
     "transformers_generate_is_one_pass": (PLAIN,),
     "the_bias_is_that_of_a_float_mask": (PLAIN,),
     "fused_is_the_matrix": (PLAIN,),
@@ -125,8 +133,34 @@ def of_laws(place: str, dtype: str, kinds: tuple[str, ...]) -> Iterator[dict]:
             of_law = "float32" if name == "packed_weights_are_the_usual" else dtype
             case = suite.Case(place, kind, "log", of_law)
             yield compared(name, kind, of_law, partial(check_law, suite, name, case))
+            if name == RECORDED and "qwen" in place and of_law == "float64":
+                suite.subject.cache_clear()
+                with norms_and_softmax_in_float64():
+                    check = partial(check_law, suite, name, case)
+                    yield compared(f"{name}, {EXACT}", kind, of_law, check)
+                suite.subject.cache_clear()
         suite.subject.cache_clear()
         suite.load.cache_clear()
+
+
+@contextmanager
+def norms_and_softmax_in_float64() -> Iterator[None]:
+    """Qwen's norms and softmax in the dtype of their input. transformers computes both in float32,
+    also in a network of float64."""
+    softmax, norm = functional.softmax, Qwen2RMSNorm.forward
+
+    def in_own_dtype(scores: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
+        return softmax(scores, dim, dtype=scores.dtype)
+
+    def normalise(self: Qwen2RMSNorm, hidden: Tensor) -> Tensor:
+        square = hidden.pow(2).mean(-1, keepdim=True)
+        return self.weight * hidden * torch.rsqrt(square + self.variance_epsilon)
+
+    functional.softmax, Qwen2RMSNorm.forward = in_own_dtype, normalise
+    try:
+        yield
+    finally:
+        functional.softmax, Qwen2RMSNorm.forward = softmax, norm
 
 
 def check_law(suite: ModuleType, name: str, case: tuple) -> tuple:
