@@ -1,9 +1,9 @@
-"""What a server costs beside `generate`, and what it holds.
+"""What a server costs beside `generate`, and how many requests it answers.
 
     python analyses/speed/serving.py --model tiny-llama --texts 20 --at-once 20  # a first look
     python analyses/speed/serving.py --out results/serving
 
-A server of the model runs in a process of its own, and this process is its client. Measured are
+A server of the model runs in a process of its own, and this process is its client. It measures
 
 - overhead: the same prompts continued by `generate` and by the server, one at a time and all
   together, in turns. Tokens per second are of the processor's time of the process that holds the
@@ -49,7 +49,12 @@ LONGEST = 96
 def main(args: Sequence[str] | None = None) -> None:
     options = ScriptOptions(__doc__.splitlines()[0])
     options.add_argument("--model", default="smollm2-135m", help="a model's name or folder")
-    options.add_argument("--turns", type=whole_number(), default=5, help="of the overhead")
+    options.add_argument(
+        "--turns",
+        type=whole_number(),
+        default=5,
+        help="how often both are timed, after one turn that warms up",
+    )
     options.add_argument("--rows", type=whole_number(most=32), default=16, help="at a time")
     options.add_argument("--at-once", type=whole_number(), default=200, help="requests")
     options.add_argument("--texts", type=whole_number(), default=1000, help="of the memory")

@@ -5,8 +5,8 @@
 A mark is a text in brackets with a colon and a number at its end. The number is a factor on the
 odds of the attention on the marked tokens: the bias log(factor) is added to their scores (law
 `scale`). 1 changes nothing, and a factor below 1 weakens. Brackets without a number are brackets,
-and a backslash in front of a bracket keeps one that would begin or end a mark. What could be a mark
-or not, such as (9:30) and a bracket that is never closed, is an error.
+and a backslash in front of a bracket keeps one that would begin or end a mark. What may be a
+mark or something else, such as (9:30) and a bracket that is never closed, is an error.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Mark:
 
     Attributes:
         start, stop: Its letters in the plain text.
-        factor: On the odds of the attention on it.
+        factor: The odds of the attention on it are multiplied by this number.
     """
 
     start: int

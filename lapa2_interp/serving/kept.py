@@ -25,7 +25,7 @@ class KeptText:
 
     Attributes:
         ids: Its tokens, those that were generated included.
-        layout: That of its prompt, without padding.
+        layout: The layout of its prompt, without padding.
         rules: The bias under which it was read.
         keys, values: [layer, kv_head, token, d_head].
     """

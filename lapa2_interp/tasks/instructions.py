@@ -1,9 +1,9 @@
 """System messages, and programs that say how far an answer follows one: from 0 (not at all) to 1.
 
-A judge reads the answer alone, never the instruction. Of words it counts kinds, not how often one
-stands there, so that a text that repeats itself gains nothing. Words that stand in an instruction
-are not counted, so that an echo of it gains nothing; some of their other forms are ("star" of
-"stars"), unless the judge is `strict`.
+A judge reads the answer alone, never the instruction. It counts different words, and not how often
+a word occurs, so that a text that repeats itself gains nothing. Words of the instruction are not
+counted, so that an echo of it gains nothing. Other forms of these words count ("star" for "stars"),
+unless the judge is `strict`.
 """
 
 from __future__ import annotations
