@@ -5,15 +5,21 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from ipaddress import ip_address
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from lapa2_interp.bias.chat_template import check_span_of_chat
 from lapa2_interp.cli.options import AugmentationOptions, Several
 from lapa2_interp.errors import GridError, ModelError
 from lapa2_interp.models.machine import DtypeOrAuto
+
+if TYPE_CHECKING:
+    from uvicorn import Server
 
 KEY = "LAPA2_API_KEY"
 """The environment variable that has the key of clients."""
@@ -111,13 +117,31 @@ def serve(
         if marks:
             bias += ", or the marks of the system message"
         address = f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}/v1"
-        print(f"{defaults.model}, {bias}, span {span}: {address}", flush=True)
-        for number in (signal.SIGINT, signal.SIGTERM):
-            # Uvicorn takes these signals itself, and raises them again when all that ran is done.
-            signal.signal(number, signal.SIG_IGN)
         config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=60)
-        uvicorn.Server(config).run(sockets=[listener])
+        server = uvicorn.Server(config)
+        with stops_server(server):
+            print(f"{defaults.model}, {bias}, span {span}: {address}", flush=True)
+            server.run(sockets=[listener])
+        if not server.started and not server.should_exit:
+            raise ModelError("the server did not start; its messages above say why")
         print("stopped", flush=True)
+
+
+@contextmanager
+def stops_server(server: Server) -> Iterator[None]:
+    """A block in which Ctrl-C and SIGTERM end the server when all that runs is finished.
+
+    Uvicorn takes these signals while it runs, and raises them again at its end. Those that come
+    before are not lost.
+    """
+    is_main = threading.current_thread() is threading.main_thread()  # only that one gets signals
+    numbers = [signal.SIGINT, signal.SIGTERM] if is_main else []
+    before = {number: signal.signal(number, server.handle_exit) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def is_own_machine(host: str) -> bool:

@@ -225,6 +225,19 @@ def test_what_no_request_could_use_is_refused_at_the_start(capsys):
     assert f"cannot listen at port {port} of 127.0.0.1" in capsys.readouterr().err
 
 
+def test_a_signal_that_comes_at_once_is_not_lost():
+    command = [sys.executable, "-m", "lapa2_interp", "serve", "tiny-llama", "--port", "0"]
+    server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        assert "http://127.0.0.1:" in server.stdout.readline()
+        server.send_signal(signal.SIGTERM)
+        assert server.communicate(timeout=60) == ("stopped\n", "")
+        assert server.returncode == 0
+    finally:
+        server.kill()
+        server.communicate()
+
+
 def test_the_command_serves_and_stops_cleanly(tmp_path):
     """It finishes what runs when it is told to stop."""
     command = [
