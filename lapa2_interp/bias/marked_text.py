@@ -22,8 +22,8 @@ from lapa2_interp.errors import LayoutError
 
 NUMBER = r"[+-]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d+)?"
 MARK = re.compile(rf":\s*({NUMBER})\s*\Z")
-CLOCK = re.compile(r"\d:\d+\s*\Z")
-"""The end of a time or a ratio, such as (Monday 9:30)."""
+OTHER_COLON = re.compile(r"(\d|//\S*):\d+\s*\Z")
+"""The end of a time, a ratio or an address, such as (Monday 9:30) and (http://localhost:8000)."""
 MOST_FACTOR = 1e6
 """The largest factor, and one over the smallest."""
 
@@ -114,10 +114,8 @@ def marked(text: str) -> MarkedText:
                 raise _problem(
                     text, position, "a mark stands inside a mark; marks cannot be nested"
                 )
-            if CLOCK.search(content):
-                raise _problem(
-                    text, position, "this is a mark or a time; put a blank behind a mark's colon"
-                )
+            if OTHER_COLON.search(content):
+                raise _problem(text, position, "is it a mark? Put a blank behind a mark's colon")
             if not words.strip():
                 raise _problem(text, position, "a mark has no text in front of its number")
             if not 1 / MOST_FACTOR <= factor <= MOST_FACTOR:
