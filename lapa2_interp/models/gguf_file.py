@@ -4,8 +4,8 @@ transformers reads weights, configuration and tokenizer from the file. The folde
 another name and renamed when it is complete; its contents are checked by sha256.
 
 The weights are stored in float32, which holds what the file says exactly. If that takes more than
-`LARGEST_FLOAT32` bytes, they are stored in 16 bits: this halves memory and disk, and rounds far
-less than the quantisation has rounded before.
+`LARGEST_FLOAT32` bytes, they are stored in 16 bits: this halves memory and disk, and rounds the
+weights, also those of a file that was not quantised.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def gguf_of(name: str) -> Path | None:
         ModelError: There is no such file, the folder has several, or it is a part of a model.
     """
     path = Path(name)
-    files = [path] if name.endswith(ENDING) and not path.is_dir() else []
+    files = [path] if path.suffix.lower() == ENDING and not path.is_dir() else []
     if path.is_dir() and name and not any(path.glob("*.safetensors")):
         files = sorted(path.glob(f"*{ENDING}"))
     if not files:
@@ -124,9 +124,9 @@ def gguf_folder(file: Path) -> Path:
     return converted_folder(f"gguf-{digest[:12]}", file.name, digest, lambda: file)
 
 
-def gguf_facts(file: Path) -> GGUFFacts:
-    """What was read in a GGUF file when it was converted."""
-    return GGUFFacts.model_validate_json((gguf_folder(file) / FACTS).read_text(encoding="utf-8"))
+def gguf_facts(folder: Path) -> GGUFFacts:
+    """What was read in the GGUF file that a folder was converted from."""
+    return GGUFFacts.model_validate_json((folder / FACTS).read_text(encoding="utf-8"))
 
 
 def converted_folder(

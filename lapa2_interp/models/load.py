@@ -549,8 +549,8 @@ def provenance(name: str, config: PretrainedConfig) -> str:
     """The origin of a model: a hash of the files that decide its texts, or the hub's commit."""
     if name == SMOLLM2:
         return f"sha256 {SMOLLM2_SHA256} ({SMOLLM2_WHEEL})"
-    if (file := gguf_of(name)) is not None:
-        return str(gguf_facts(file))
+    if gguf_of(name) is not None:
+        return str(gguf_facts(Path(config.name_or_path)))  # the converted folder that was read
     if Path(name).is_dir():
         digest = folder_hash(Path(name))
         return f"sha256 {digest} (of the folder's weights, configuration and tokenizer)"
