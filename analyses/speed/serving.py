@@ -25,6 +25,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from time import process_time
+from urllib.error import HTTPError
 
 import numpy as np
 import pandas as pd
@@ -146,9 +147,12 @@ def held(address: str, n: int) -> pd.DataFrame:
     with ThreadPoolExecutor(n) as pool, progress_bar(n, "held", "request") as bar:
 
         def ask_one(i: int) -> int:
-            count = ask(address, PROMPTS[i % len(PROMPTS)], 16, seed=i)
-            bar.update()
-            return count
+            try:
+                return ask(address, PROMPTS[i % len(PROMPTS)], 16, seed=i)
+            except HTTPError:  # refused, or failed
+                return 0
+            finally:
+                bar.update()
 
         counts = list(pool.map(ask_one, range(n)))
     return pd.DataFrame([{"sent": n, "answered": sum(count > 0 for count in counts)}])

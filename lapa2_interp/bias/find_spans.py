@@ -235,22 +235,32 @@ def rules_of_marks(text: MarkedText, layout: Layout, tokenizer: Any) -> tuple[Au
         tokenizer: The model's.
 
     Raises:
-        LayoutError: The chat does not have the text as it is, or a mark has white space at an end
-            of the message, which is no part of the prefix.
+        LayoutError: The message does not have the text as it is, or a mark has white space at an
+            end of the message, which is no part of the prefix.
     """
-    marked_layout, rules = SpanFinder(text, "first", tokenizer=tokenizer).marked_layout(layout.ids)
-    start, stop = layout.prefix
-    if marked_layout.prefix.start < start or marked_layout.prefix.stop > stop:
+    words = text.text.strip()  # white space at the ends is no part of the prefix, if it is read
+    shift, (start, stop) = len(text.text) - len(text.text.lstrip()), layout.prefix
+    parts = [(mark.start - shift, mark.stop - shift) for mark in text.marks]
+    if min(parts)[0] < 0 or max(parts)[1] > len(words):
         raise LayoutError(
             f"a mark of {text.text[:SHOWN]!r} reaches beyond the words of the system message; mark"
             " no white space at its ends"
         )
-    slots = [
-        [slot for span in marked_layout.spans(rule.span) for slot in range(*span)] for rule in rules
-    ]
-    return tuple(
-        rule.model_copy(update={"span": ("prefix", tuple(slot - start for slot in of_mark))})
-        for rule, of_mark in zip(rules, slots, strict=True)
+    spans = SpanFinder(words, tokenizer=tokenizer)._spans_of_text(words, layout.ids, parts)
+    # The template may have these words elsewhere, too.
+    for first in range(0, len(spans), len(parts)):
+        places = spans[first : first + len(parts)]
+        if start <= places[0].start and places[-1].stop <= stop:
+            break
+    else:
+        raise LayoutError(f"the chat does not read {words[:SHOWN]!r} as its system message")
+    return active_augmentations(
+        [
+            rule.model_copy(
+                update={"span": ("prefix", tuple(range(span.start - start, span.stop - start)))}
+            )
+            for rule, span in zip(text.rules, places, strict=True)
+        ]
     )
 
 

@@ -62,6 +62,20 @@ def test_marks_of_the_system_message_are_read_where_they_are_asked_for(asker):
         ask(messages=[{"role": "system", "content": "(a:0)"}, CHAT[1]], lapa2={"marks": True})
 
 
+def test_marks_are_found_in_the_message_that_the_template_trims(asker, model, monkeypatch):
+    """White space at its ends is no obstacle, and its words may stand in the template, too."""
+    trimmed = TEMPLATE.replace("m['content']", "m['content'] | trim")
+    monkeypatch.setattr(model.tokenizer, "chat_template", trimmed)
+    ask = asker().ask
+    for content, words in (("(Be brief:3).\n", "Be brief"), ("(system:2)", "system")):
+        chat = [{"role": "system", "content": content}, CHAT[1]]
+        (rule,) = ask(messages=chat, lapa2={"marks": True})[0].asked.rules
+        layout = ask(messages=chat, lapa2={"marks": True})[0].asked.layout
+        (span,) = layout.spans(rule.span)
+        assert "".join(layout.tokens[slice(*span)]) == words
+        assert "".join(layout.tokens[: span.start]) == "<s>[system]"
+
+
 def test_no_bias_is_another_answer(asker):
     ask = asker().ask
     answers = [ask(lapa2={"alpha": alpha}, seed=3, max_tokens=12)[0].tokens for alpha in (0, 5.0)]
