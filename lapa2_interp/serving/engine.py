@@ -155,9 +155,16 @@ class Engine:
     def _run(self) -> None:
         n_ctx = self.model.cfg.n_ctx
         # Weights are not prepacked: that makes steps of one row slower.
-        with decided_path(self.model, n_ctx, n_ctx):
-            while self._answer_next():
-                pass
+        try:
+            with decided_path(self.model, n_ctx, n_ctx):
+                while self._answer_next():
+                    pass
+        finally:  # whatever ends it, nobody waits for ever
+            with self.changed:
+                self.stopping = True
+                left = [*self.waiting]
+                self.waiting.clear()
+            self._fail(left, "the server has stopped")
 
     def _answer_next(self) -> bool:
         """Wait for requests, and answer a batch of them; False if the engine stops."""

@@ -13,7 +13,7 @@ from lapa2_interp import Augmentation, Layout, generate, load_model, teacher_for
 from lapa2_interp.circuits.hidden_span import span_effect
 from lapa2_interp.methods.chat import chat_task
 from lapa2_interp.serving import engine as engine_module
-from lapa2_interp.serving.engine import QueueFullError
+from lapa2_interp.serving.engine import Engine, QueueFullError
 from lapa2_interp.serving.kept import KeptText
 from lapa2_interp.serving.request import Defaults, ProtocolError, after_span
 
@@ -338,6 +338,18 @@ def test_a_long_text_beside_one_that_is_kept_stays_in_the_context(asker, model):
         while (piece := queue.get(timeout=120)).finish is None:
             assert piece.error is None, piece.error
     assert [answer.tokens for answer, _ in answers] == expected
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_an_error_that_ends_the_thread_leaves_nobody_waiting(model, monkeypatch):
+    monkeypatch.setattr(engine_module, "decided_path", lambda *args: 1 / 0)
+    one = Asker.__new__(Asker)
+    one.model, one.defaults, one.engine = model, Defaults("tiny", rules=RULES), Engine(model)
+    _, pieces = one.put()
+    one.engine.start()
+    assert pieces.get(timeout=60).error == "the server has stopped"
+    with pytest.raises(QueueFullError):
+        one.put()
 
 
 def test_an_error_of_one_batch_leaves_the_queue(asker, capsys):
