@@ -38,7 +38,7 @@ from lapa2_interp.files import (
     write_json,
     writing_cache,
 )
-from lapa2_interp.models.weights import load_network
+from lapa2_interp.models.weights import load_network, quiet_transformers
 from lapa2_interp.progress import progress_bar
 
 if TYPE_CHECKING:
@@ -527,19 +527,3 @@ def _find_damage(folder: Path) -> str | None:
 def _size_and_time(file: Path) -> list[int]:
     status = file.stat()
     return [status.st_size, status.st_mtime_ns]
-
-
-@contextmanager
-def quiet_transformers() -> Iterator[None]:
-    """Suppress progress bars and notices of transformers inside the block; we print our own."""
-    from transformers.utils import logging
-
-    shown, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
-    logging.disable_progress_bar()
-    logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(level)
-        if shown:
-            logging.enable_progress_bar()

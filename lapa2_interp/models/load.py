@@ -38,7 +38,7 @@ from lapa2_interp.models.configuration import check_decoder_depth, context_lengt
 from lapa2_interp.models.exact_softmax import make_softmax_exact
 from lapa2_interp.models.facts import Model, TransformersModel, check_has_tokenizer, facts_of
 from lapa2_interp.models.fingerprint import weights_read_once
-from lapa2_interp.models.gguf_file import gguf_facts, gguf_folder, gguf_of, quiet_transformers
+from lapa2_interp.models.gguf_file import gguf_facts, gguf_folder, gguf_of
 from lapa2_interp.models.lens_classes import make_bridge, make_hooked_transformer
 from lapa2_interp.models.liveness import assert_live
 from lapa2_interp.models.machine import check_attn, default_device, resolve_dtype
@@ -70,6 +70,7 @@ from lapa2_interp.models.weights import (
     files_unchanged,
     folder_hash,
     load_network,
+    quiet_transformers,
 )
 
 if TYPE_CHECKING:

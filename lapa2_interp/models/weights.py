@@ -409,3 +409,19 @@ def files_unchanged(source: str | Path) -> Iterator[None]:
     yield
     if stamps() != before:
         raise ModelError(f"files of {source} changed while they were read; load it again")
+
+
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Suppress progress bars and notices of transformers inside the block; we print our own."""
+    from transformers.utils import logging
+
+    shown, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if shown:
+            logging.enable_progress_bar()

@@ -32,7 +32,6 @@ from lapa2_interp.errors import (
 from lapa2_interp.files import sha256_of
 from lapa2_interp.models.configuration import context_length, unknown_mask
 from lapa2_interp.models.fingerprint import fingerprint
-from lapa2_interp.models.gguf_file import quiet_transformers
 from lapa2_interp.models.load import (
     REMOTE_CODE,
     check_hub,
@@ -45,7 +44,12 @@ from lapa2_interp.models.lone_pass import lone_pass, without_chance
 from lapa2_interp.models.positions import position_problem, tolerance
 from lapa2_interp.models.prepacked import prepacked
 from lapa2_interp.models.smollm2 import SMOLLM2
-from lapa2_interp.models.weights import check_weights, files_unchanged, load_network
+from lapa2_interp.models.weights import (
+    check_weights,
+    files_unchanged,
+    load_network,
+    quiet_transformers,
+)
 from lapa2_interp.prefixes.likelihood import TextRows, check_has_embeddings, text_nll
 from lapa2_interp.scoring.adapter import TOKENS_AT_ONCE, batch_by_tokens, group_by_beginning
 from lapa2_interp.scoring.scorer import (
