@@ -33,7 +33,12 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from lapa2_interp.attention.terms import Term
-from lapa2_interp.bias.augmentation import BIAS_CAP, Augmentation, steps_overlap
+from lapa2_interp.bias.augmentation import (
+    BIAS_CAP,
+    LAWS_BY_STRENGTH,
+    Augmentation,
+    steps_overlap,
+)
 from lapa2_interp.bias.layer_types import FULL_ATTENTION, NO_ATTENTION, LayerType, distinct_types
 from lapa2_interp.bias.layout import Layout
 from lapa2_interp.errors import AugmentationError, LayoutError
@@ -51,20 +56,29 @@ class _PassTerm:
     Attributes:
         term: The term, as for every pass.
         keys, heads: Masks of its keys and heads.
+        strengths: What multiplies b in each head; None where it is 1 in all heads of the mask.
+        learned: What multiplies b in each head of every row, with gradients; None elsewhere.
     """
 
     term: Term
     keys: Bool[Tensor, "row _"]
     heads: Bool[Tensor, "layer row head"]
+    strengths: Float[Tensor, "layer row head"] | None
+    learned: Float[Tensor, "layer head"] | None
 
     def in_heads(
         self, layer: int, b: Float[Tensor, "row #head query *key"]
     ) -> Float[Tensor, "row #head query *key"]:
-        """A bias in the term's heads of a layer, and 0 in all others."""
+        """A bias in the term's heads of a layer, times their strengths, and 0 in all others."""
+        last = [1] * (b.ndim - 2)
+        if self.learned is not None:
+            b = b * self.learned[layer].to(b).view(1, -1, *last)
         if self.term.every_head:
             return b
-        heads = self.heads[layer].view(len(b), -1, *[1] * (b.ndim - 2))
-        return torch.where(heads, b, 0.0)
+        shape = len(b), -1, *last
+        if self.strengths is not None:
+            b = b * self.strengths[layer].view(shape)
+        return torch.where(self.heads[layer].view(shape), b, 0.0)  # a cut's -inf times 0 is nan
 
     def to_device(self, device: torch.device) -> _PassTerm:
         """A copy on another device."""
@@ -78,7 +92,7 @@ class _PassTerm:
 
 @dataclass
 class _LengthPassTerm(_PassTerm):
-    """The bias `b` depends on the length, and is equal in all heads."""
+    """The bias `b` depends on the length, and each head gets it times its strength."""
 
     b: Float[Tensor, "row 1 query"]
     b_keys: Float[Tensor, "row 1 query key"] | None = None
@@ -87,7 +101,7 @@ class _LengthPassTerm(_PassTerm):
         """`b` on the term's keys in its heads of a layer."""
         if self.b_keys is None:  # it is the same in all layers of a pass
             self.b_keys = _on_keys(self.keys, self.b, n_keys)
-        return self.b_keys if self.term.every_head else self.in_heads(layer, self.b_keys)
+        return self.in_heads(layer, self.b_keys)
 
 
 @dataclass
@@ -126,10 +140,12 @@ class BatchBias:
         layer_types: By layer; "full" for all by default.
         may_repeat: Allow passes with several copies of each row, one after another.
         capped: Called with the biases that were cut at +-BIAS_CAP.
+        learned: By layer and head, strengths that multiply b, through which gradients flow.
 
     Raises:
-        AugmentationError: Layers or heads the model does not have, or augmentations that read the
-            scores cannot be joined in a row.
+        AugmentationError: Layers or heads the model does not have, augmentations that read the
+            scores cannot be joined in a row, or learned strengths of another shape, or of a law
+            whose b is no multiple of alpha.
         LayoutError: A span lies outside the sequence, or every key of a query is blocked.
     """
 
@@ -141,8 +157,12 @@ class BatchBias:
         layer_types: Sequence[LayerType] | None = None,
         may_repeat: bool = False,
         capped: CapCallback | None = None,
+        learned: Float[Tensor, "layer head"] | None = None,
     ) -> None:
         self.layouts, self.may_repeat, self.capped = list(layouts), may_repeat, capped
+        self.learned = learned
+        if learned is not None:
+            self._check_learned(learned, augmentations, size)
         self.size, self.layer_types = size, tuple(layer_types or [FULL_ATTENTION] * size[0])
         attends = np.array([layer_type != NO_ATTENTION for layer_type in self.layer_types])
         self.n_rows = len(self.layouts)
@@ -181,6 +201,23 @@ class BatchBias:
             self._check_joint(score_rules)
         if any(rule.law == "cut" for row in length_rules for rule in row):
             self._check_blocked(length_rules)
+
+    @staticmethod
+    def _check_learned(
+        learned: Tensor, augmentations: Sequence[tuple[Augmentation, ...]], size: tuple[int, int]
+    ) -> None:
+        """Refuse learned strengths that cannot multiply the biases of all rows."""
+        if tuple(learned.shape) != size:
+            raise AugmentationError(
+                f"strengths have shape {tuple(learned.shape)}, and the model has {size[0]} layers"
+                f" of {size[1]} heads; give one number for each"
+            )
+        laws = {rule.law for row in augmentations for rule in row}
+        if unfit := sorted(laws - {*LAWS_BY_STRENGTH}):
+            raise AugmentationError(
+                f"strengths belong to the laws {', '.join(LAWS_BY_STRENGTH)}, not to law"
+                f" {unfit[0]!r}, whose bias is no multiple of alpha"
+            )
 
     def _can_meet(self, augmentations: Sequence[Augmentation]) -> bool:
         """True if any two of a row's augmentations can act at one query of one head."""
@@ -393,13 +430,18 @@ class BatchBias:
             )
         )
         heads = torch.from_numpy(term.heads).to(device, non_blocking=True)
-        heads = heads.repeat_interleave(self.copies, 1)
+        heads, strengths = heads.repeat_interleave(self.copies, 1), None
+        if term.strengths is not None:
+            strengths = torch.from_numpy(term.strengths).to(device, wide, non_blocking=True)
+            strengths = strengths.repeat_interleave(self.copies, 1)
         if term.reads_scores:
-            return _ScorePassTerm(term, keys, heads, b_rows)
+            return _ScorePassTerm(term, keys, heads, strengths, None, b_rows)
         if term in self.factor_terms:
             beyond = beyond[:, None, None, None]
-            return _FactorPassTerm(term, keys, heads, b_rows[:, None], beyond=beyond)
-        return _LengthPassTerm(term, keys, heads, b_rows[:, None])
+            return _FactorPassTerm(
+                term, keys, heads, strengths, None, b_rows[:, None], beyond=beyond
+            )
+        return _LengthPassTerm(term, keys, heads, strengths, self.learned, b_rows[:, None])
 
     def _score_biases(
         self,

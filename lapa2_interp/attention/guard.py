@@ -48,6 +48,7 @@ def guard_rows(
     layout: Layout | Sequence[Layout] | None,
     check_ids: bool,
     capped: CapCallback | None,
+    learned: Float[Tensor, "layer head"] | None = None,
 ) -> GuardedRows:
     """The rows of a block whose layouts are given.
 
@@ -84,7 +85,8 @@ def guard_rows(
         )
     if any(row_layout.pad for row_layout in layouts):
         check_padding(model)
-    return GuardedRows(model, list(map(active_augmentations, rules)), layouts, check_ids, capped)
+    active = list(map(active_augmentations, rules))
+    return GuardedRows(model, active, layouts, check_ids, capped, learned=learned)
 
 
 def check_padding(model: Model) -> None:
@@ -136,6 +138,7 @@ class GuardedRows:
         capped: Called with the biases that were cut at +-BIAS_CAP.
         live: By row and slot of the first pass, False on padding, also after the text; by default
             all but the layouts' padding.
+        learned: As in `BatchBias`.
 
     Attributes:
         bias: What is added to the scores of a pass.
@@ -155,6 +158,7 @@ class GuardedRows:
         check_ids: bool = True,
         capped: CapCallback | None = None,
         live: Bool[Tensor, "row query"] | None = None,
+        learned: Float[Tensor, "layer head"] | None = None,
     ) -> None:
         self.model, self.facts = model, facts_of(model)
         if self.facts.rotary_limit is not None:
@@ -167,6 +171,7 @@ class GuardedRows:
             self.facts.layer_types,
             may_repeat=self.facts.is_bare,
             capped=capped,
+            learned=learned,
         )
         # Tables of the rows by slot: ids (-1 where the layout has none), slots, padding.
         width = max(map(len, layouts))

@@ -85,6 +85,7 @@ def augmented(
     occurrence: Occurrence = "only",
     absent: Absent = "refuse",
     tokenizer: Any = None,
+    strengths: Float[Tensor, "layer head"] | None = None,
 ) -> Iterator[Any]:
     """Apply an augmentation to every forward pass of a model inside the block.
 
@@ -138,6 +139,9 @@ def augmented(
             rows with several.
         absent: "refuse" rows without the span, or "leave" them alone and count them.
         tokenizer: By which texts are found; by default `model.tokenizer`.
+        strengths: By layer and head, a number that multiplies the bias of every row there, as
+            `Augmentation.strengths` does. Gradients flow to them, so that they can be learned. Not
+            with `find`.
 
     Yields:
         Of a plain transformers model: by layer, the path of the last pass of several queries,
@@ -165,9 +169,14 @@ def augmented(
     facts, capped = facts_of(model), getattr(observer, "capped", None)
     found_rows: FoundRows | None = None
     if find is None:
-        rows = guard_rows(model, augmentation, layout, check_ids, capped)
+        rows = guard_rows(model, augmentation, layout, check_ids, capped, strengths)
     elif layout is not None:
         raise LayoutError("augmented was given a layout and find; give one of the two")
+    elif strengths is not None:
+        raise LayoutError(
+            "augmented was given find and a tensor of strengths; give layouts, or the strengths of"
+            " the augmentation, Augmentation(strengths=((layer, head, strength), ...))"
+        )
     else:
         tokenizer = getattr(model, "tokenizer", None) if tokenizer is None else tokenizer
         finder = SpanFinder(find, occurrence, absent, tokenizer)

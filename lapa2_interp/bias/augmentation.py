@@ -12,7 +12,7 @@ law differs. With A the attention on the span and n, l as above:
 =========  =====================================  =================================================
 law        b                                      source
 =========  =====================================  =================================================
-log        alpha * log(l / n)                     LaPA2, Eq. 9
+log        alpha * log(l / n); l at most l0       LaPA2, Eq. 9, which has no l0
 linear     alpha * l / n                          LaPA2, Table "scaling"
 sqrt       alpha * sqrt(l / n)                    LaPA2, Table "scaling"
 constant   alpha * log(l0 / n)                    LaPA2, Table "scaling"
@@ -46,9 +46,8 @@ released   released  kv           decode      the released code: keys 0..n-1, BO
 
 from __future__ import annotations
 
-import hashlib
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from itertools import pairwise
 from typing import Annotated, Any, Literal, cast
 
@@ -58,13 +57,14 @@ from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
-    TypeAdapter,
     ValidationError,
     field_validator,
+    model_serializer,
     model_validator,
 )
 
 from lapa2_interp._util.values import Natural, Positive, plain
+from lapa2_interp.bias.labels import shorten_value
 from lapa2_interp.bias.places import FORMS, READERS, read_place
 from lapa2_interp.errors import AugmentationError, validation_message
 
@@ -84,6 +84,9 @@ LayerRule = (
     | Annotated[tuple[Natural, ...], Field(min_length=1)]
 )
 HeadRule = Literal["all"] | Annotated[tuple[tuple[Natural, Natural], ...], Field(min_length=1)]
+Finite = Annotated[float, Field(allow_inf_nan=False)]
+Strengths = Annotated[tuple[tuple[Natural, Natural, Finite], ...], Field(min_length=1)]
+"""(layer, head, strength) of single heads."""
 
 PROFILES: dict[str, dict[str, str]] = {
     "paper": {"span": "prefix", "length_rule": "paper", "phase": "last_query"},
@@ -92,6 +95,8 @@ PROFILES: dict[str, dict[str, str]] = {
 
 SCORE_LAWS = ("target", "ratio", "power")
 """Laws whose bias depends on the scores of the forward pass."""
+LAWS_BY_STRENGTH = ("log", "linear", "sqrt", "constant", "scale")
+"""Laws whose bias is alpha times a number, so that heads may have multiples of it."""
 ALPHA_BOUNDS = {
     "scale": (-math.inf, math.inf),
     "cut": (0.0, 1.0),
@@ -115,8 +120,9 @@ FIELD_FORMS = {
     "steps": FORMS["steps"],
     "layers": f"'all', 'bottom', 'top', 'even', 'odd', or {FORMS['layers']}",
     "heads": f"'all', or {FORMS['heads']}",
+    "strengths": FORMS["strengths"],
 }
-"""Allowed values of fields that take several forms, for error messages."""
+"""What is allowed, for error messages."""
 
 
 class Augmentation(BaseModel):
@@ -139,7 +145,8 @@ class Augmentation(BaseModel):
         law: The bias as a function of l, or of the attention on the span
             (docs/methods.md has the table).
         l0: The fixed length of the constant law (the paper's ablation uses 128), which needs it;
-            of law "multiply" the length, above 1, at which its factor is 1. Refused elsewhere.
+            of law "log" the length above which b stays as it is there, by default none; of law
+            "multiply" the length, above 1, at which its factor is 1. Refused elsewhere.
         tau: The attention on the span that the laws "target" and "ratio" aim at, in (0, 1);
             required there, refused elsewhere.
         floor: True if law "target" only raises the attention and never lowers it.
@@ -176,10 +183,14 @@ class Augmentation(BaseModel):
         layers: "all", "bottom" (first half), "top" (second half), "even", "odd" or explicit layer
             numbers from 0.
         heads: "all" or explicit `((layer, head), ...)` from 0; layers and heads intersect.
+        strengths: In place of heads, `((layer, head, strength), ...)`: in such a head b is
+            multiplied by its strength, a number of either sign, and other heads get nothing. Only
+            of laws by which b is proportional to alpha: log, linear, sqrt, constant, scale.
 
-    Slots, positions, steps, layers and heads may also be text, as on the command line: "1:4",
-    "prefix:0,2", "0:16", "0,5,10-20" (a range has both its ends), "3.1,4.0-8" (`bias.places`).
-    Layers and heads are kept in order, each once.
+    Slots, positions, steps, layers, heads and strengths may also be text, as on the command line:
+    "1:4", "prefix:0,2", "0:16", "0,5,10-20" (a range has both its ends), "3.1,4.0-8", "3.1:0.5"
+    (`bias.places`). Layers, heads and strengths are kept in order, each once, and a strength of 0
+    is left out.
 
     Raises:
         AugmentationError: A field is out of range; the message names it, the value and what is
@@ -201,6 +212,7 @@ class Augmentation(BaseModel):
     steps: tuple[Natural, int] | None = None
     layers: LayerRule = "all"
     heads: HeadRule = "all"
+    strengths: Strengths | None = None
 
     def __init__(self, **fields: Any) -> None:
         try:
@@ -232,6 +244,26 @@ class Augmentation(BaseModel):
         """Each once and in order, so that equal biases are equal values."""
         return tuple(sorted(set(chosen))) if isinstance(chosen, tuple) else chosen
 
+    @field_validator("strengths")
+    @classmethod
+    def _each_once(cls, strengths: Strengths | None) -> Strengths | None:
+        """In order, without heads that get nothing."""
+        if strengths is None:
+            return None
+        pairs = [(layer, head) for layer, head, _ in strengths]
+        if twice := next((pair for pair in pairs if pairs.count(pair) > 1), None):
+            raise ValueError(f"head {twice[0]}.{twice[1]} has two strengths; give it one")
+        if not (acting := tuple(sorted(entry for entry in strengths if entry[2]))):
+            raise ValueError("all strengths are 0; leave the augmentation out, or give one head 1")
+        return acting
+
+    @model_serializer(mode="wrap")
+    def _without_unused_strengths(self, dump: Callable) -> dict[str, Any]:
+        """Strengths only where there are some, so that keys of cells without them stay as they
+        were before there was such a field."""
+        fields = dump(self)
+        return {name: fields[name] for name in fields if fields[name] or name != "strengths"}
+
     @model_validator(mode="after")
     def _check(self) -> Augmentation:
         # Each law has bounds of alpha and its own fields.
@@ -244,8 +276,10 @@ class Augmentation(BaseModel):
             raise ValueError(
                 "the constant law needs l0, the length its bias is frozen at (the paper uses 128)"
             )
-        if self.law not in ("constant", "multiply") and self.l0 is not None:
-            raise ValueError(f"l0 belongs to the laws constant and multiply, not to {self.law!r}")
+        if self.law not in ("log", "constant", "multiply") and self.l0 is not None:
+            raise ValueError(
+                f"l0 belongs to the laws log, constant and multiply, not to {self.law!r}"
+            )
         if self.law == "multiply" and self.l0 is not None and self.l0 <= 1:
             raise ValueError(f"l0 of law 'multiply' should be above 1, found {self.l0:g}")
         if self.span == "all" and self.law != "multiply":
@@ -261,6 +295,11 @@ class Augmentation(BaseModel):
             raise ValueError(f"floor belongs to law target, not to law {self.law!r}")
         if self.pooled and self.law != "ratio":
             raise ValueError(f"pooled belongs to law ratio, not to law {self.law!r}")
+        if self.strengths is not None and self.heads != "all":
+            raise ValueError("strengths name their heads; leave heads out")
+        if self.strengths is not None and self.law not in LAWS_BY_STRENGTH:
+            laws = ", ".join(LAWS_BY_STRENGTH)
+            raise ValueError(f"strengths belong to the laws {laws}, not to law {self.law!r}")
         # Steps and spans are not empty, and do not overlap.
         if self.steps is not None and self.steps[1] <= self.steps[0]:
             raise ValueError(f"steps {self.steps} are none; give (first, stop) with first < stop")
@@ -315,7 +354,7 @@ class Augmentation(BaseModel):
         self, l: Real[np.ndarray, "*shape"], n: int | Int[np.ndarray, "*shape"]
     ) -> Float[np.ndarray, "*shape"]:
         """b(l), the number added to the attention score of every key of the span (Eq. 9; the laws
-        of Table "scaling").
+        of Table "scaling"); in a head with a strength it is multiplied by that.
 
         Args:
             l: Lengths, >= 1, any shape.
@@ -332,7 +371,8 @@ class Augmentation(BaseModel):
         l = np.asarray(l, dtype=np.float64)
         match self.law:
             case "log":
-                b = self.alpha * np.log(np.maximum(l, n) / n)
+                counted = l if self.l0 is None else np.minimum(l, self.l0)
+                b = self.alpha * np.log(np.maximum(counted, n) / n)
             case "linear":
                 b = self.alpha * l / n
             case "sqrt":
@@ -418,6 +458,15 @@ class Augmentation(BaseModel):
         """The heads that the bias reaches in a model of this size, as a mask.
 
         Raises:
+            AugmentationError: As `head_strengths`.
+        """
+        return self.head_strengths(n_layers, n_heads) != 0
+
+    def head_strengths(self, n_layers: int, n_heads: int) -> Float[np.ndarray, "layer head"]:
+        """The strength of every head of a model of this size: 1 where b acts as it is, and 0 where
+        it does not act.
+
+        Raises:
             AugmentationError: A layer or head the model does not have, or none is left.
         """
         # The layers.
@@ -441,20 +490,22 @@ class Augmentation(BaseModel):
                     )
                 chosen = np.isin(layer, self.layers)
         # The heads among them.
-        selected = np.repeat(chosen[:, None], n_heads, axis=1)
-        if self.heads != "all":
+        selected = np.repeat(chosen[:, None], n_heads, axis=1).astype(float)
+        of_pairs = [] if self.heads == "all" else [(*pair, 1.0) for pair in self.heads]
+        if named_heads := self.strengths or of_pairs:
             named = np.zeros_like(selected)
-            for x, y in self.heads:
+            for x, y, strength in named_heads:
                 if not (0 <= x < n_layers and 0 <= y < n_heads):
                     raise AugmentationError(
                         f"head ({x}, {y}) does not exist; the model has layers 0-{n_layers - 1},"
                         f" heads 0-{n_heads - 1}"
                     )
-                named[x, y] = True
-            selected &= named
+                named[x, y] = strength
+            selected *= named
         if not selected.any():
+            heads = [(x, y) for x, y, _ in named_heads]
             raise AugmentationError(
-                f"layers {self.layers} and heads {self.heads} have nothing in common in a model of"
+                f"layers {self.layers} and heads {heads} have nothing in common in a model of"
                 f" {n_layers} layers; they intersect, so name heads of chosen layers"
             )
         return selected
@@ -494,26 +545,13 @@ class Augmentation(BaseModel):
                 f"layers {self.layers!r} cannot be narrowed to some layers; name them by number"
             )
         own = tuple(sorted(x for x in layers if self.layers == "all" or x in self.layers))
-        reached = own if self.heads == "all" else [x for x, _ in self.heads if x in own]
+        named = self.strengths or self.heads
+        reached = own if isinstance(named, str) else {head[0] for head in named} & {*own}
         return self.model_copy(update={"layers": own}) if reached else None
 
     def to_json(self) -> str:
         """Every field, resolved, as one JSON object."""
         return self.model_dump_json()
-
-
-def is_value_of(field: str, value: Any) -> bool:
-    """True if a field of an augmentation may have this value, whatever its other fields are. A list
-    of texts alone is several values: each of them is one (`bias.places`)."""
-    if isinstance(value, list) and all(isinstance(part, str) for part in value):
-        return False
-    info = Augmentation.model_fields[field]
-    annotation: Any = Annotated[info.annotation, info]
-    try:
-        TypeAdapter(annotation).validate_python(value)
-    except ValidationError:
-        return False
-    return True
 
 
 AugmentationLike = Augmentation | Sequence[Augmentation | None] | None
@@ -560,36 +598,3 @@ def within(augmentations: AugmentationLike, layers: Collection[int] | None) -> A
     if layers is not None:
         active = tuple(filter(None, (rule.within(layers) for rule in active if layers)))
     return normalize_augmentations(active)
-
-
-LONGEST_LIST = 24
-"""Letters of a list in a label."""
-
-
-def shorten_value(value: Any, mark: str = ",", *, name: str, to: str = " ") -> str:
-    """A field with its value in a label: "layers 0,1,5", and a long list as "layers 0-14" or "24
-    heads (#6b2e68)", with a hash that tells it from others as long."""
-    if isinstance(value, str | float | int):
-        return f"{name}{to}{value:g}" if isinstance(value, float) else f"{name}{to}{value}"
-    parts = [".".join(map(str, part)) if isinstance(part, tuple) else str(part) for part in value]
-    text = mark.join(parts)
-    if len(text) <= LONGEST_LIST:
-        return f"{name}{to}{text}"
-    runs = mark.join(_runs(value)) if all(isinstance(part, int) for part in value) else text
-    if len(runs) <= LONGEST_LIST:
-        return f"{name}{to}{runs}"
-    return f"{len(value)} {name} (#{hashlib.sha256(text.encode()).hexdigest()[:6]})"
-
-
-def _runs(numbers: Sequence[int]) -> list[str]:
-    """Numbers in their order, three and more neighbours as "first-last"."""
-    groups: list[list[int]] = []
-    for number in numbers:
-        if groups and number == groups[-1][-1] + 1:
-            groups[-1].append(number)
-        else:
-            groups.append([number])
-    return [
-        f"{group[0]}-{group[-1]}" if len(group) > 2 else ",".join(map(str, group))
-        for group in groups
-    ]

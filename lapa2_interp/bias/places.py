@@ -1,9 +1,10 @@
-"""Layers, heads, slots and steps as text.
+"""Layers, heads, their strengths, slots and steps as text.
 
 Places have one form in Python, grid files, recipes and the command line.
 
     layers  0,5,10-20           numbers, and ranges with both their ends
     heads   3.1,4.0-8,10-20.3   layer.head pairs; a range stands for each of its numbers
+    strengths  3.1:0.5,4.0:-2   layer.head:strength
     span    1:4,6:8             slots [1, 4) and [6, 8)
             prefix:0,2-4        tokens of the prefix
     steps   0:16                from the first to before the last
@@ -28,6 +29,8 @@ MOST = 1000
 FORMS = {
     "layers": "numbers from 0, (layer, ...) or a text such as '0,5,10-20'",
     "heads": "pairs of numbers from 0, ((layer, head), ...) or a text such as '3.1,4.0-8'",
+    "strengths": "numbers of heads, ((layer, head, strength), ...) or a text such as"
+    " '3.1:0.5,4.0:-2'",
     "positions": "positions from 0, (position, ...) or a text such as '0,2-4'",
     "steps": "numbers from 0, (first, stop) with first < stop, or a text such as '0:16'",
 }
@@ -95,6 +98,15 @@ def _pairs(text: str) -> tuple[tuple[int, int], ...] | None:
     )
 
 
+def _strengths(text: str) -> tuple[tuple[int, int, float], ...] | None:
+    entry = r"(\d{1,6})\.(\d{1,6}):([+-]?\d*\.?\d+(?:[eE][+-]?\d+)?)"
+    if not re.fullmatch(rf"{entry}([,/]{entry})*", text, re.ASCII):
+        return None
+    return tuple(
+        (int(layer), int(head), float(number)) for layer, head, number in re.findall(entry, text)
+    )
+
+
 def _intervals(text: str) -> tuple[tuple[int, int], ...] | None:
     interval = r"\d{1,9}:\d{1,9}"
     if not re.fullmatch(rf"{interval}([,/]{interval})*", text, re.ASCII):
@@ -112,6 +124,7 @@ READERS: dict[str, Callable[[str], Any]] = {
     "layers": _numbers,
     "positions": _numbers,
     "heads": _pairs,
+    "strengths": _strengths,
     "span": _intervals,
     "steps": _one_interval,
 }

@@ -38,13 +38,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from lapa2_interp._util.values import check_value, read_value
-from lapa2_interp.bias.augmentation import Augmentation, shorten_value
+from lapa2_interp.bias.augmentation import Augmentation
+from lapa2_interp.bias.labels import shorten_value
 from lapa2_interp.bias.places import FORMS, read_place
 from lapa2_interp.errors import AugmentationError, unknown_choice
 
 DEFAULTS = ("phase",)
 """Fields that recipes set and do not fix: their publications differ in them."""
-PLACES = {"tokens": "positions"} | {name: name for name in ("span", "layers", "heads", "steps")}
+PLACES = {"tokens": "positions"} | {
+    name: name for name in ("span", "layers", "heads", "strengths", "steps")
+}
 """Parameters that are texts of `bias.places`, by its names for their forms."""
 Fields = dict[str, Any]
 """Fields of an augmentation."""
@@ -506,6 +509,8 @@ def recipe_name(augmentations: tuple[Augmentation, ...], any_strength: bool = Fa
     narrow = ("tokens",) * bool(positions) + ("heads",) * any(
         augmentation.heads != "all" for augmentation in augmentations
     )
+    if any(augmentation.strengths for augmentation in augmentations):
+        return None  # no recipe has strengths of its own
     for name, chosen in RECIPES.items():
         parameters: dict[str, Any] = {
             key: getattr(augmentations[0], key) for key in ("layers", "heads", "steps")

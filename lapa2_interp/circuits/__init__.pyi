@@ -15,6 +15,9 @@ from .knockout import JointCurve as JointCurve
 from .knockout import KnockOut as KnockOut
 from .knockout import joint_curve as joint_curve
 from .knockout import knock_out as knock_out
+from .learning import Learned as Learned
+from .learning import TextPair as TextPair
+from .learning import learn as learn
 from .logit_attribution import HeadLogitAttribution as HeadLogitAttribution
 from .logit_attribution import head_logit_attribution as head_logit_attribution
 from .metrics import METRICS as METRICS
@@ -28,6 +31,7 @@ from .pro_aug import PromptSlope as PromptSlope
 from .pro_aug import prompt_slope as prompt_slope
 from .selection import Selection as Selection
 from .selection import select as select
+from .selection import shipped_selection as shipped_selection
 from .selection import sufficient_tokens as sufficient_tokens
 from .unit_table import UnitTable as UnitTable
 from .units import Unit as Unit

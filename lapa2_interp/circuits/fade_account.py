@@ -21,6 +21,8 @@ what they see far. So v(near) - v(far) is the sum of the four Shapley shares:
                  |S|! (3 - |S|)! / 4!  (v(S) - v(S + i)) / (v(near) - v(far))
 
 v is the control by a metric, or the attention on the prefix (mean over layers, heads and steps).
+Where layers differ in type, there is also the mean over those of each type, such as "attention
+(sliding 512)".
 Relay counts nothing where neither the filler's weight nor its words are there.
 
 Beside the shares, changes of the far reading by itself:
@@ -55,6 +57,7 @@ from tqdm import tqdm
 
 from lapa2_interp._util.values import Count, numbers_checked
 from lapa2_interp.attention.cached_heads import SlotLayer
+from lapa2_interp.bias.layer_types import distinct_types
 from lapa2_interp.circuits.contrast_set import ContrastLike, ContrastSet
 from lapa2_interp.circuits.edits import items_per_batch
 from lapa2_interp.circuits.examples import ContrastExample, batches
@@ -91,7 +94,7 @@ WORDS = {
 """The factors in words, as figures say them."""
 EXTRAS = ("hold", "weights", "number", "equal", "exchanged", "direct near", "direct far")
 ATTENTION = "attention"
-"""The measure that is the attention on the prefix."""
+"""The measure that is the attention on the prefix. Measures of one type of layer begin with it."""
 
 
 KeysAndValues = list[tuple[Tensor, Tensor]]
@@ -190,7 +193,7 @@ class FadeAccount:
             axes.axhline(0, color="0.4", lw=0.6)
             axes.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths])
             plain_axes(axes, "tokens in between", "share of the fade" if axes is panels[0] else "")
-            axes.set_title("attention on the prefix" if measure == ATTENTION else measure, size=9)
+            axes.set_title(measure.replace(ATTENTION, "attention on the prefix"), size=9)
         legend_above(figure, 2, panels[0])
         return figure
 
@@ -263,7 +266,7 @@ def account_for_fading(
         metric = ["lex", "js"] if contrast_set.words else ["js"]
     metrics = metrics_by_name(metric)
     refuse_raw(metrics)
-    names = [*metrics, ATTENTION]
+    measures = [*metrics, *attention_measures(model)]
     store = ResultStore(
         file, model, contrast_set, account=lengths, tokens=tokens, metric=list(metrics), seed=seed
     )
@@ -279,7 +282,7 @@ def account_for_fading(
         return {
             f"{length}, {measure}, {name}": of_examples
             for name, numbers in passes.measure().items()
-            for measure, of_examples in zip(names, numbers, strict=True)
+            for measure, of_examples in zip(measures, numbers, strict=True)
         }
 
     stored = next((key for key in groups if key in store), None)
@@ -312,6 +315,18 @@ def account_for_fading(
                 at = int(length_text), measure, name
                 values.setdefault(at, np.zeros(len(contrast_set.examples)))[group] = of_examples
     return FadeAccount(contrast_set, tokens, values)
+
+
+def attention_measures(model: Model) -> dict[str, list[int]]:
+    """The layers over which attention is averaged, by measure: all, and where layers differ in
+    type, those of each type."""
+    types = facts_of(model).layer_types
+    measures = {ATTENTION: list(range(model.cfg.n_layers))}
+    for kind in distinct_types(types):
+        layers = [layer for layer, of_layer in enumerate(types) if of_layer == kind]
+        if len(layers) < len(types):
+            measures[f"{ATTENTION} ({kind})"] = layers
+    return measures
 
 
 class _FarStates:
@@ -455,7 +470,8 @@ class _FarStates:
 
         predictions = Predictions(self.far.edited_logits(watched), self.text, None, self.words)
         values = [metric(predictions).double().mean(1) for metric in self.metrics.values()]
-        values.append(torch.stack(attention).double().mean(0))
+        by_layer = torch.stack(attention).double()  # layer example
+        values += [by_layer[layers].mean(0) for layers in attention_measures(self.model).values()]
         return [numbers.cpu().numpy() for numbers in values]
 
     def _write(self, front: str, filler: str) -> None:

@@ -4,7 +4,7 @@ Heads are chosen on some prompts, saved as a card, and used as an augmentation a
 
     chosen = select(model, "sentiment", score="cut", heads=8, prompts=half)
     chosen.augmentation(alpha=0.5)      # a plain Augmentation of these heads and tokens
-    chosen.save("selection.json")       # lapa2 generate --selection selection.json
+    chosen.save("card.json")       # lapa2 generate --card card.json
 
 Heads are ordered by one of five scores:
 
@@ -23,28 +23,29 @@ prompt (`prompt_slope`).
 
 Effects of chosen heads are too large on the prompts that chose them. So a selection must be judged
 on other prompts.
+
+For some models a selection ships with the package (`shipped_selection`).
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from itertools import combinations
 from pathlib import Path
-from typing import Any, get_args
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Literal, get_args
 
 import numpy as np
 from jaxtyping import Float
-from pydantic import BaseModel, ConfigDict
+from pydantic import ConfigDict, Field
 
-from lapa2_interp._util.parsing import parse_object, read_text
-from lapa2_interp._util.paths import looked_for
+from lapa2_interp._util.hub import as_yaml, upload
 from lapa2_interp._util.settings import helped_by
 from lapa2_interp._util.values import Natural, check_value, numbers_checked
 from lapa2_interp._util.version import __version__
-from lapa2_interp.bias.augmentation import Augmentation
+from lapa2_interp.bias.head_card import HeadCard
 from lapa2_interp.bias.places import FORMS, read_place
 from lapa2_interp.circuits.contrast_set import ContrastLike, ContrastSet, as_contrast_set
 from lapa2_interp.circuits.edits import Heads
@@ -57,19 +58,18 @@ from lapa2_interp.circuits.pro_aug import PromptSlope, prompt_slope
 from lapa2_interp.circuits.settings import SCREENED, HeadScore, SelectSettings
 from lapa2_interp.circuits.statistics import share_interval, split_half
 from lapa2_interp.circuits.units import Unit, all_heads, make_units
-from lapa2_interp.errors import (
-    AugmentationError,
-    CircuitError,
-    unknown_choice,
-    validation_message,
-)
-from lapa2_interp.files import write_json
+from lapa2_interp.commands import command
+from lapa2_interp.errors import CircuitError, unknown_choice
+from lapa2_interp.files import write_json, write_text
 from lapa2_interp.methods.base import Method
 from lapa2_interp.models.card import identify
 from lapa2_interp.models.facts import Model
 from lapa2_interp.models.load import accepts_model_name
 from lapa2_interp.stats import FEW, bounds
 from lapa2_interp.tasks.task import Prompts, Task
+
+if TYPE_CHECKING:
+    from huggingface_hub import HfApi
 
 SIGNED = ("cut", "slope", "dla")
 """Scores whose sign separates heads that carry control from heads that work against it."""
@@ -78,10 +78,14 @@ REQUIRED_SHARE, REQUIRED_BOUND = 0.9, 0.8
 is at least the second number."""
 MAX_EXHAUSTIVE = 8
 """The longest prefix for which all sets of its tokens are tried."""
+SHIPPED = Path(__file__).parent / "shipped"
+"""Folder of the selections that ship with the package, MODEL.TASK.json."""
 
 
-class Selection(BaseModel):
-    """Chosen heads and tokens, with the facts of the choice.
+class Selection(HeadCard):
+    """A card of chosen heads and tokens, with the facts of the choice.
+
+    What a bias needs stands in `bias.head_card.HeadCard`.
 
     Example:
         >>> from lapa2_interp import Selection, circuits, load_model
@@ -92,15 +96,12 @@ class Selection(BaseModel):
         True
 
     Attributes:
-        model, weights: The model that chose them, and the source of its weights.
         task: The attributes, the target first, and their prefixes.
         by: The score that ordered the heads.
         metric: The metric of control; None where the choice did not need it.
-        heads: Chosen (layer, head) pairs, best first.
         suppressors: Heads that work against the prefix, strongest first.
         scores: Mean, low and high of the chosen heads, then of the suppressors.
-        positions: Positions within the prefix; None for all of it.
-        prompts: The prompts that chose them.
+        prompts: The prompts that chose them; none in a selection that ships with the package.
         inputs: Hash of the texts, the model and the words (`ContrastSet.key`).
         stability: Spearman correlation of the scores, of all heads or of those that were screened,
             between halves of the prompts that decided; None where it is not defined.
@@ -114,21 +115,18 @@ class Selection(BaseModel):
             where heads are taken at random or all.
         chosen_by_wordings: By another wording of the prefixes, the number of these heads that are
             chosen with it, too (`steer`).
-        alpha: The strength at which `steer` judged the heads; None where none was tuned.
         gain: A sentence on what `steer` found; "" where the heads were not judged.
+        training: How they were learned: numbers by name.
+        license: Under which the card is shared, as the hub writes it; "" where it is not.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    model: str
-    weights: str
     task: dict[str, str]
-    by: HeadScore
+    by: HeadScore | Literal["learned"]
     metric: str | None
-    heads: tuple[tuple[int, int], ...]
     suppressors: tuple[tuple[int, int], ...]
     scores: tuple[tuple[float, float, float], ...]
-    positions: tuple[int, ...] | None
     prompts: tuple[str, ...]
     inputs: str
     stability: float | None
@@ -138,9 +136,10 @@ class Selection(BaseModel):
     version: str = __version__
     prompt: PromptSlope | None = None
     chosen_by_halves: int | None = None
-    chosen_by_wordings: dict[str, int] = {}
-    alpha: float | None = None
+    chosen_by_wordings: dict[str, int] = Field(default_factory=dict)
     gain: str = ""
+    training: dict[str, float] = Field(default_factory=dict)
+    license: str = ""
 
     def parameters(self, method: str) -> dict[str, bool]:
         """The decision about a method as its parameter pro_aug; empty if there is none.
@@ -151,33 +150,6 @@ class Selection(BaseModel):
         decided = self.prompt is not None and self.prompt.method == method
         return {"pro_aug": self.prompt.boost} if decided and self.prompt else {}
 
-    def augmentation(self, alpha: float | None = None, **fields: Any) -> Augmentation:
-        """The bias in the chosen heads, on the chosen tokens.
-
-        Args:
-            alpha: Strength; by default the card's, or 0.5 where it has none.
-            fields: As `Augmentation` takes them, without heads.
-
-        Raises:
-            AugmentationError: Heads are given, or as `Augmentation`.
-        """
-        if "heads" in fields:
-            raise AugmentationError(
-                f"a selection gives the heads itself; found heads={fields['heads']!r}: leave them"
-                " out, or make an Augmentation of these heads without the selection"
-            )
-        if self.positions is not None:
-            fields = {"span": ("prefix", self.positions)} | fields
-        if alpha is None:
-            alpha = 0.5 if self.alpha is None else self.alpha
-        return Augmentation(alpha=alpha, heads=self.heads, **fields)
-
-    def recipe_parameters(self) -> dict[str, Any]:
-        """What it gives every recipe (`parse_recipes`): heads, tokens if some were chosen, and
-        alpha if it was tuned."""
-        chosen = {"heads": self.heads, "tokens": self.positions, "alpha": self.alpha}
-        return {name: value for name, value in chosen.items() if value is not None}
-
     def check(self, model: Model, contrast_set: ContrastSet | None = None) -> None:
         """Refuse another model than the one that chose the heads, and texts behind other prefixes.
 
@@ -185,11 +157,7 @@ class Selection(BaseModel):
             CircuitError: Other weights, or other prefixes.
         """
         card = identify(model)
-        if card.weights != self.weights:
-            raise CircuitError(
-                f"the selection belongs to {self.model} with {self.weights}; found {card.name} with"
-                f" {card.weights}: choose again in this model (`lapa2 select`)"
-            )
+        self.check_weights(card.name, card.weights)
         if contrast_set is None:
             return
         prefixes = prefix_texts(model.tokenizer, contrast_set.examples[0])
@@ -203,23 +171,73 @@ class Selection(BaseModel):
         """Write it as JSON."""
         write_json(Path(file), self.model_dump_json())
 
-    @classmethod
-    def load(cls, file: str | Path) -> Selection:
-        """Load what `save` wrote.
+    def push_to_hub(
+        self, repo_id: str, *, license: str, private: bool = True, api: HfApi | None = None
+    ) -> str:
+        """Upload it to the Hugging Face hub as card.json, with a page that says how to use it.
+
+        Args:
+            repo_id: Such as "me/positive-heads"; it is made if there is none, and files of these
+                names are replaced in one that exists.
+            license: Under which you share it, as the hub writes it, such as "cc0-1.0". The prompts
+                stand in the card, and of a model's path its last part.
+            private: Whether a new repository is private.
+            api: By default huggingface_hub's HfApi, with the token that you logged in with.
+
+        Returns:
+            Its address. `hf download OWNER/NAME card.json` gets the card.
 
         Raises:
-            CircuitError: The file cannot be read, or is not a selection.
+            RunError: The hub refuses it or is not reached.
         """
-        try:
-            return cls.model_validate_json(json.dumps(parse_object(read_text(Path(file)))))
-        except OSError as error:
-            raise CircuitError(
-                f"cannot read {file}: {error.strerror or error}{looked_for(file)}"
-            ) from error
-        except ValueError as error:
-            raise CircuitError(
-                f"{file} is not a selection ({validation_message(error)}); `lapa2 select` makes one"
-            ) from error
+        with TemporaryDirectory() as temporary:
+            folder = Path(temporary)
+            name = Path(self.model).name if Path(self.model).exists() else self.model
+            shared = self.model_copy(update={"license": license.lower(), "model": name})
+            shared.save(folder / "card.json")
+            write_text(folder / "README.md", shared._page(repo_id))
+            return upload(
+                folder, repo_id, "model", what="card of heads", message="Heads of lapa2_interp",
+                private=private, api=api,
+            )  # fmt: skip
+
+    def _page(self, repo_id: str) -> str:
+        """The page of the repository: what the hub reads in front, then words."""
+        what = "strengths for heads" if self.strengths else "heads"
+        prefixes = "\n".join(f"- {name}: {prefix!r}" for name, prefix in self.task.items())
+        first = next(iter(self.task.values()))
+        use = command(
+            "generate",
+            model=self.model,
+            prefix=first,
+            prompt="The lake",
+            card="card.json",
+            out="run",
+        )
+        return f"""---
+license: {as_yaml(self.license)}
+tags:
+- attention-steering
+- lapa2
+---
+
+# {len(self.heads)} {what} of {self.model}
+
+A bias in these heads steers the model towards its prefix. The card (card.json) is for the weights
+`{self.weights}` alone, and other models are refused.
+
+{self.gain or "The heads were not judged on other prompts."}
+
+{prefixes}
+
+```sh
+pip install lapa2_interp
+hf download {repo_id} card.json --local-dir .
+{use}
+```
+
+It was made with lapa2_interp {self.version}.
+"""
 
 
 @helped_by(SelectSettings)
@@ -325,6 +343,35 @@ def select(
         prompt=None
         if pro_aug is None
         else _decide_pro_aug(model, contrast_set, pro_aug, chosen_heads, metric),
+    )
+
+
+@accepts_model_name
+def shipped_selection(model: Model, task: str = "sentiment") -> Selection:
+    """The selection that ships with the package for a model's weights, with a tuned strength.
+
+    Args:
+        model: A model or its name.
+        task: The name of the task behind whose prefixes the heads were chosen.
+
+    Raises:
+        CircuitError: None ships for these weights.
+
+    Example:
+        >>> from lapa2_interp import circuits
+        >>> chosen = circuits.shipped_selection("smollm2-135m")
+        >>> len(chosen.heads)
+        24
+    """
+    card, names = identify(model), []
+    for file in sorted(SHIPPED.glob("*.json")):
+        shipped, of_task = Selection.load(file), file.suffixes[-2].removeprefix(".")
+        if of_task == task and shipped.weights == card.weights:
+            return shipped
+        names.append(f"{shipped.model}, {of_task} ({shipped.weights})")
+    raise CircuitError(
+        f"no heads of {card.name} with {card.weights} ship for task {task!r}; there are some of"
+        f" {'; '.join(names)}: choose your own (`lapa2 select`)"
     )
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic.dataclasses import dataclass
 
 from lapa2_interp._util.settings import Settings
-from lapa2_interp._util.values import Count, Natural
+from lapa2_interp._util.values import Count, Natural, NotNegative, Positive
 
 if TYPE_CHECKING:
     from lapa2_interp.circuits.metrics import Metric
@@ -67,6 +67,38 @@ class SelectSettings(Settings):
     pro_aug: str | Method | None = None
     """A method such as air-decoding, of which is also decided whether its raw branch strengthens
     the prompt, on these texts and in the chosen heads."""
+
+
+@dataclass(frozen=True)
+class LearnSettings(Settings):
+    """How one strength a head is learned (`circuits.learning.learn`)."""
+
+    _: KW_ONLY
+    neutral: str = "This is a text:"
+    """A prefix that says nothing, behind which the bias should change nothing."""
+    law: Literal["log", "constant"] = "log"
+    """log grows with the text, up to the longest text that was trained on; constant has its value
+    there at any length."""
+    cost: Positive = 1.0
+    """Weight of the cost: KL behind the neutral prefix, and rise of the negative log-likelihood of
+    fluent text, in nats a token."""
+    sparsity: NotNegative = 0.02
+    """Share of the learning rate by which every strength comes nearer to 0 in a step."""
+    tied: Literal["no", "layer", "all"] = "no"
+    """no: a strength for each head; layer: one for the heads of a layer; all: one for all heads."""
+    steps: Count = 60
+    """Steps of the optimiser; the best of those that were looked at is kept."""
+    batch: Count = 8
+    """Pairs in a step."""
+    rate: Positive = 0.05
+    """Learning rate."""
+    check: Count = 10
+    """Steps between two looks at the held-out prompts."""
+    seed: Natural = 1
+    """Seed of the order of pairs and of the held-out prompts."""
+    file: str | Path | None = None
+    """A checkpoint, which is written at every look at the held-out prompts, and from which the same
+    call continues."""
 
 
 @dataclass(frozen=True)

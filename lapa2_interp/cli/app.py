@@ -29,6 +29,7 @@ from cyclopts import (
 )  # fmt: skip
 from rich.console import Console
 
+from lapa2_interp._util.allocator import keep_freed_memory
 from lapa2_interp._util.terminal import (
     Terminated,
     escape_line,
@@ -90,6 +91,7 @@ COMMANDS = {
             "Find the heads that carry a task's control, and write a page about them."
         ),
         "circuits:select": "Choose the heads and tokens to steer, and write them as a card.",
+        "circuits:learn": "Learn how strongly the bias acts in each head, from pairs of texts.",
         "circuits:fading": (
             "Ask why control fades: does it come back when the attention on the prefix does?"
         ),
@@ -288,7 +290,7 @@ def join_dashed_values(words: Sequence[str]) -> list[str]:
 def resumes(words: Sequence[str]) -> bool:
     """True if a command that is stopped keeps what it has finished."""
     match words:
-        case ["sweep" | "score" | "circuits" | "steer", *_] | ["prefix", "train", *_]:
+        case ["sweep" | "score" | "circuits" | "steer" | "learn", *_] | ["prefix", "train", *_]:
             return True
         case ["select" | "fading", *options]:
             return any(word.partition("=")[0] == "--file" for word in options)
@@ -308,8 +310,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         stderr; 130 after Ctrl-C; 141 where the reader of the output left before the end; 143 after
         SIGTERM.
     """
-    if arguments is None:
+    if arguments is None:  # this process is ours
         use_utf8()
+        keep_freed_memory()
     words = list(sys.argv[1:] if arguments is None else arguments)
     with sanitized_output(), on_command_line():
         return _run(words)

@@ -178,7 +178,7 @@ def _read_marks(
     plain, text = without_marks(messages)
     named = [
         f"--{name}"
-        for name in ("augmentation", "alpha", "selection")
+        for name in ("augmentation", "alpha", "card")
         if getattr(augmentation, name) is not None
     ]
     named += ["--span"] * (span != "system")

@@ -1,12 +1,20 @@
-"""The commands about circuits: `lapa2 circuits | select | fading`."""
+"""The commands about circuits: `lapa2 circuits | select | learn | fading`."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Annotated
 
-from lapa2_interp.circuits.settings import FILLER, FadingSettings, SelectSettings, StudySettings
+from lapa2_interp.circuits.settings import (
+    FILLER,
+    FadingSettings,
+    LearnSettings,
+    SelectSettings,
+    StudySettings,
+)
 from lapa2_interp.cli.functions import Values, with_options_of
-from lapa2_interp.cli.options import ContrastOptions, ModelOptions
+from lapa2_interp.cli.options import ContrastOptions, ModelOptions, Several
+from lapa2_interp.commands import command
 from lapa2_interp.table_formats import as_text, format_interval, format_number
 
 
@@ -58,6 +66,7 @@ def select(
     /,
     *,
     out: Path,
+    shipped: bool = False,
     options: Values,
     texts: ContrastOptions = ContrastOptions(),
     computing: ModelOptions = ModelOptions(),
@@ -66,15 +75,18 @@ def select(
 
     A head is chosen where its score lies above 0 by its 95 % interval over prompts. What a
     selection is worth must be measured on other prompts: effects of chosen heads are too large on
-    those that chose them. `lapa2 generate --selection FILE` steers them. For example
+    those that chose them. `lapa2 generate --card FILE` steers them. For example
 
         lapa2 select planted --positions auto --out results/planted.json
         lapa2 select smollm2-135m --score slope --prompts neutral.txt \\
-            --out results/selection.json
+            --out results/card.json
+        lapa2 select smollm2-135m --shipped --out results/shipped.json
 
     Args:
         model: A name of `lapa2 models`, a hub id, a folder or a GGUF file.
         out: The card, a JSON file.
+        shipped: Choose nothing, and take the heads that ship with the package for these weights and
+            this task, with a strength that was tuned.
     """
     from lapa2_interp.circuits import selection
     from lapa2_interp.circuits.contrast_set import ContrastSet
@@ -83,9 +95,17 @@ def select(
     file = options.get("file")
     if file is not None and file.resolve() == out.resolve():
         raise CircuitError(f"--file and --out are both {out}; give each a file of its own")
+    if shipped and (options or texts != ContrastOptions(task=texts.task)):
+        raise CircuitError(
+            "--shipped chooses nothing: leave out the options of a choice (beside it stand --task,"
+            " --out and how the model is loaded), or leave out --shipped"
+        )
     loaded = computing.load(model)
-    contrast_set = ContrastSet.of(loaded, texts.task, **texts.parameters())
-    chosen = selection.select(loaded, contrast_set, seed=texts.seed, **options)
+    if shipped:
+        chosen = selection.shipped_selection(loaded, texts.task)
+    else:
+        contrast_set = ContrastSet.of(loaded, texts.task, **texts.parameters())
+        chosen = selection.select(loaded, contrast_set, seed=texts.seed, **options)
     chosen.save(out)
     n = len(chosen.heads)
     for i, (layer, head) in enumerate((*chosen.heads, *chosen.suppressors)):
@@ -105,7 +125,73 @@ def select(
         verdict = "strengthen the prompt" if asked.boost else "leave the prompt as it is"
         slope = f"{format_interval(asked.mean, asked.low, asked.high)} {asked.metric} a unit of b"
         print(f"{asked.method}: {verdict}; slope {slope}")
+    if chosen.alpha is not None:
+        print(f"alpha {chosen.alpha:g}. {chosen.gain}")
     print(f"written: {out}")
+
+
+@with_options_of(LearnSettings)
+def learn(
+    model: str,
+    /,
+    *,
+    out: Path,
+    prompts: Path | None = None,
+    task: str | None = None,
+    pairs: Path | None = None,
+    prefix: str | None = None,
+    tokens: int = 32,
+    texts: int | None = None,
+    classifiers: Annotated[tuple[str, ...], Several] = (),
+    options: Values,
+    computing: ModelOptions = ModelOptions(),
+) -> None:
+    """Learn how strongly the bias acts in each head, from pairs of texts.
+
+    A pair is a wanted and an unwanted text that continue one prompt behind a prefix. Give prompts,
+    and the model writes pairs of a task, which the task's classifiers choose. Or give a table of
+    pairs. The folder gets a card (card.json) for `lapa2 generate --card`, the pairs, and a
+    page (report.html). The same command goes on after a stop. For example
+
+        lapa2 learn smollm2-135m --prompts neutral.txt --out results/learned
+        lapa2 learn smollm2-135m --pairs pairs.csv --prefix "Speak of the sea:" \\
+            --out results/sea
+
+    Args:
+        model: A name of `lapa2 models`, a hub id, a folder or a GGUF file.
+        out: A folder for all results.
+        prompts: Prompts for which the model writes pairs, 50 or so: a file of lines, or .jsonl with
+            a field "prompt".
+        task: The task whose prefixes and classifiers make the pairs; by default sentiment.
+        pairs: A table of pairs (.csv): prompt, wanted, unwanted. It may have prefix, and text,
+            which is fluent text that continues the prompt.
+        prefix: The prefix of all pairs of a table that has no column of it.
+        tokens: Tokens of a text that the model writes.
+        texts: Texts that the model writes for each prompt and attribute, to choose from; by
+            default 4.
+        classifiers: Classifiers of the attributes, which choose pairs: linear, adapter, a hub id, a
+            folder, or a file of `lapa2 scorers train`. By default linear and adapter, for tasks
+            that have them.
+    """
+    from lapa2_interp.circuits.selection import Selection
+    from lapa2_interp.report.learning import learn_in_folder
+
+    learned = learn_in_folder(
+        computing.load(model), out, prompts=prompts, task=task, pairs=pairs, prefix=prefix,
+        tokens=tokens, texts=texts, classifiers=classifiers, **options,
+    )  # fmt: skip
+    best = learned.best_parts
+    print(
+        f"{len(learned.frame())} heads with a strength, from {learned.pairs} pairs; on"
+        f" {learned.held_out} held-out pairs the log-likelihood ratio rose by"
+        f" {best['change']:.2f} nats a text, at a KL of {best['kl']:.4f} nats a token"
+    )
+    card, steered = out / "card.json", out / "steered"
+    first = next(iter(Selection.load(card).task.values()))
+    steer = command(
+        "generate", model=model, prefix=first, prompt="The lake", card=card, out=steered
+    )
+    print(f"written: {out / 'report.html'}; to steer: {steer}")
 
 
 @with_options_of(FadingSettings)
@@ -114,7 +200,7 @@ def fading(
     /,
     *,
     out: Path,
-    selection: Path | None = None,
+    card: Path | None = None,
     account: bool = False,
     options: Values,
     texts: ContrastOptions = ContrastOptions(),
@@ -128,14 +214,14 @@ def fading(
 
         lapa2 fading planted --filler 8 64 200 --out results/planted-fading
         lapa2 fading planted --filler 8 64 --account --out results/planted-account
-        lapa2 fading smollm2-135m --selection selection.json --random 5 \\
+        lapa2 fading smollm2-135m --card card.json --random 5 \\
             --out results/fading
 
     Args:
         model: A name of `lapa2 models`, a hub id, a folder or a GGUF file. planted and
             planted-gain have known answers.
         out: The folder of tables and figure.
-        selection: Heads of `lapa2 select`, whose mass is also changed alone.
+        card: Heads of `lapa2 select`, whose mass is also changed alone.
         account: Instead, divide the fade among four causes, whatever their order: the distance to
             the prefix, the weight that the text in between takes, what it says, and what it knows
             of the prefix. Needs rotary positions.
@@ -155,7 +241,7 @@ def fading(
         )
     if account:
         alone = {
-            "selection": selection,
+            "card": card,
             **{name: options.get(name) for name in ("random", "alpha")},
         }
         if clash := [name for name, value in alone.items() if value is not None]:
@@ -167,8 +253,8 @@ def fading(
             )
     loaded = computing.load(model)
     heads = {}
-    if selection is not None:
-        chosen = Selection.load(selection)
+    if card is not None:
+        chosen = Selection.load(card)
         chosen.check(loaded)
         heads["selected"] = chosen.heads
     with result_folder(out, finished=lambda folder: (folder / "fading.csv").is_file()) as folder:

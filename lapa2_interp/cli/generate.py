@@ -72,7 +72,7 @@ def generate(
     fields = given_settings(settings)
     method = fields.get("method", "prefix")
     fields["parameters"] = augmentation.parameters(method) | fields["parameters"]
-    if augmentation.selection is None:
+    if augmentation.card is None:
         fields |= {"augmentation": augmentation.augmentation, "alpha": augmentation.alpha}
     else:
         fields["augmentation"] = augmentation.build(find_class(method, True).alpha) or "none"

@@ -188,33 +188,33 @@ class AugmentationOptions:
     alpha: Annotated[
         float | None, Parameter(help=CellSettings.model_fields["alpha"].description)
     ] = None
-    selection: Path | None = None
-    """A card of `lapa2 steer` or `lapa2 select`, which gives --augmentation heads, alpha if it was
-    tuned, and tokens of the prefix where the recipe has no span; in `generate` also pro_aug of the
-    method that it was decided for."""
+    card: Path | None = None
+    """A card of `lapa2 steer`, `select` or `learn`, which gives --augmentation heads, or strengths
+    of heads; alpha if it was tuned; and tokens of the prefix where the recipe has no span. In
+    `generate` it also gives pro_aug of the method that it was decided for."""
 
     def parameters(self, method: str) -> dict[str, bool]:
-        """Parameters of a method that the selection decides."""
-        card = self._card()
+        """Parameters of a method that the card decides."""
+        card = self._loaded_card()
         return {} if card is None else card.parameters(method)
 
-    def _card(self) -> Selection | None:
-        if self.selection is None:
+    def _loaded_card(self) -> Selection | None:
+        if self.card is None:
             return None
         from lapa2_interp.circuits.selection import Selection
 
-        return Selection.load(self.selection)
+        return Selection.load(self.card)
 
     def build(self, default_alpha: float) -> tuple[Augmentation, ...]:
         """The augmentations, none at alpha 0.
 
         Args:
-            default_alpha: Alpha where neither an option, the selection nor a recipe names one.
+            default_alpha: Alpha where neither an option, the card nor a recipe names one.
         """
         from lapa2_interp.bias.augmentation import active_augmentations
         from lapa2_interp.bias.recipes import parse_recipes
 
-        card = self._card()
+        card = self._loaded_card()
         text = self.augmentation
         if text == "none":
             return ()
@@ -229,10 +229,10 @@ class AugmentationOptions:
         return named if active_augmentations(named) else ()
 
     def check(self, model: Model) -> None:
-        """Refuse a selection that was made in another model.
+        """Refuse a card that was made in another model.
 
         Raises:
             CircuitError: Other weights.
         """
-        if (card := self._card()) is not None:
+        if (card := self._loaded_card()) is not None:
             card.check(model)

@@ -65,7 +65,7 @@ def serve(
         host: The address to listen at.
         port: Its port; 0 takes a free one.
         name: The name under which clients know the model; by default as given.
-        cards: Cards of `lapa2 steer` or `lapa2 select`; requests name their heads by the file's
+        cards: Cards of `lapa2 steer`, `select` or `learn`; requests name their heads by the file's
             name.
         longest: Tokens of an answer, at most.
         waiting: Requests that wait, at most.
@@ -109,6 +109,8 @@ def serve(
         loaded = load_model(model, dtype, device, "TransformersModel")
         augmentation.check(loaded)
         known = {path.stem: Selection.load(path) for path in cards or ()}
+        for card in known.values():
+            card.check(loaded)
         rules = after_span(augmentation.build(0.0))
         defaults = Defaults(name or model, span, rules, cards=known, longest=longest, marks=marks)
         engine = Engine(loaded, int(memory * 2**30), waiting, seconds=seconds)

@@ -8,9 +8,11 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import Annotated, Any
 
-from lapa2_interp.bias.augmentation import Augmentation, is_value_of
+from pydantic import TypeAdapter, ValidationError
+
+from lapa2_interp.bias.augmentation import Augmentation
 from lapa2_interp.errors import Lapa2Error
 
 TABLES = ("method", "parameters", "augmentation")
@@ -80,3 +82,17 @@ def _not_empty(name: str, values: list[Any]) -> list[Any]:
     if not values:
         raise Lapa2Error(f"{name} is an empty list, so there is no cell")
     return values
+
+
+def is_value_of(field: str, value: Any) -> bool:
+    """True if a field of an augmentation may have this value, whatever its other fields are. A list
+    of texts alone is several values: each of them is one (`bias.places`)."""
+    if isinstance(value, list) and all(isinstance(part, str) for part in value):
+        return False
+    info = Augmentation.model_fields[field]
+    annotation: Any = Annotated[info.annotation, info]
+    try:
+        TypeAdapter(annotation).validate_python(value)
+    except ValidationError:
+        return False
+    return True

@@ -107,6 +107,9 @@ class Cell(BaseModel):
     label: str = ""
     """Name of its arm; by default after the augmentations. The label decides no text, so it is not
     part of the key."""
+    heads_of: str = ""
+    """The weights whose heads a card names, which the model must have; "" without a card. They are
+    not part of the key."""
 
     @model_serializer(mode="wrap")
     def _without_usual_values(self, serialize: Callable[[Cell], dict[str, Any]]) -> dict[str, Any]:
@@ -115,6 +118,8 @@ class Cell(BaseModel):
             fields.pop("temperature", None)
         if self.start == USUAL_START:
             fields.pop("start", None)
+        if not self.heads_of:
+            fields.pop("heads_of", None)
         return fields
 
     @model_validator(mode="after")
@@ -158,7 +163,7 @@ class Cell(BaseModel):
     @cached_property
     def key(self) -> str:
         """16 hexadecimal digits of the sha256 of the cell's canonical JSON."""
-        facts = self.model_dump(mode="json", exclude={"label"})
+        facts = self.model_dump(mode="json", exclude={"label", "heads_of"})
         text = json.dumps(facts, sort_keys=True, ensure_ascii=False)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 

@@ -1,6 +1,10 @@
-"""Does a system message hold over the turns of a chat? A task for Inspect.
+"""Does a system message hold over the turns of a chat? Two tasks for Inspect.
 
     inspect eval lapa2_interp/instructions --model lapa2/smollm2-135m -M alpha=.5 -T turns=4
+    inspect eval lapa2_interp/exact_messages --model lapa2/NAME -M alpha=.5 -T turns=4
+
+The first has languages and personas, and degrees. The second has messages that a program checks
+with yes or no, for models that follow messages.
 
 Inspect finds this module by its entry point, where the extra `inspect` is installed.
 """
@@ -18,6 +22,8 @@ from pydantic import Field
 
 from lapa2_interp._util.values import check_value
 from lapa2_interp.errors import GridError
+from lapa2_interp.tasks.exact_messages import exact_messages as benchmark_of_messages
+from lapa2_interp.tasks.exact_messages import messages_of
 from lapa2_interp.tasks.instructions import benchmark, judged
 
 
@@ -65,6 +71,44 @@ def instructions(message: str = "own", turns: int = 8) -> Task:
     )
 
 
+@task
+def exact_messages(turns: int = 8, chats: int = 1) -> Task:
+    """A chat for each message of `tasks.exact_messages`, which a program checks with yes or no.
+
+    The questions rotate from message to message, so that each is often asked at every turn. An
+    answer has at most 64 tokens, each drawn from the 20 likeliest, unless Inspect's options say
+    otherwise.
+
+    Args:
+        turns: Questions of a chat, from 1 to 16.
+        chats: Chats of a message, with other questions each, from 1 to 16.
+
+    Raises:
+        GridError: One of the two has another value.
+    """
+    questions = benchmark_of_messages()["questions"]
+    most = len(questions)
+    for name, value in (("turns", turns), ("chats", chats)):
+        check_value(name, value, Annotated[int, Field(ge=1, le=most)], GridError)
+    samples = []
+    for i, message in enumerate(messages_of("test")):
+        for chat in range(chats):
+            first = i + chat * (most // chats)
+            asked = [questions[(first + turn) % most] for turn in range(turns)]
+            samples.append(
+                Sample(
+                    [ChatMessageSystem(content=message.text), ChatMessageUser(content=asked[0])],
+                    metadata={"message": message.text, "kind": message.kind, "later": asked[1:]},
+                )
+            )
+    return Task(
+        samples,
+        solver=asks_all(),
+        scorer=follows_exactly(),
+        config=GenerateConfig(max_tokens=64, top_k=20),
+    )
+
+
 @solver
 def asks_all() -> Solver:
     """Ask the first question and the later ones, each after the answer to the one before."""
@@ -90,6 +134,22 @@ def follows() -> Scorer:
         answers = {"last": state.output.completion, "first": state.metadata["first"]}
         return Score(
             value={name: judged(answer, judge) for name, answer in answers.items()},
+            answer=answers["last"],
+        )
+
+    return score
+
+
+@scorer(metrics={"*": [accuracy(), stderr(cluster="message")]})
+def follows_exactly() -> Scorer:
+    """Whether the last and the first answer follow the message: 1 or 0."""
+    by_text = {message.text: message for message in messages_of("test")}
+
+    async def score(state: TaskState, target: Target) -> Score:
+        message = by_text[state.metadata["message"]]
+        answers = {"last": state.output.completion, "first": state.metadata["first"]}
+        return Score(
+            value={name: float(message.is_followed(answer)) for name, answer in answers.items()},
             answer=answers["last"],
         )
 

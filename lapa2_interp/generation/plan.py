@@ -58,6 +58,11 @@ def plan_batches(model: Model, cell: Cell, context: MethodContext | None = None)
                 f" give load_model({cell.model!r}, {cell.dtype!r},"
                 f" model_class={cell.model_class!r}, start={cell.start!r})"
             )
+    if cell.heads_of and cell.heads_of != card.weights:
+        raise ModelError(
+            f"the card's heads are those of a model with {cell.heads_of}; found {card.name} with"
+            f" {card.weights}: choose again in this model (`lapa2 select`)"
+        )
     # Soft prefixes, and a first arrangement: it refuses what cannot run.
     prefixes = tuple(
         (

@@ -19,6 +19,7 @@ from lapa2_interp.bias.augmentation import (
     active_augmentations,
     normalize_augmentations,
 )
+from lapa2_interp.bias.head_card import HeadCard
 from lapa2_interp.bias.recipes import (
     RECIPES,
     LabeledAugmentations,
@@ -175,7 +176,7 @@ def resolve(
     task, no_prompts = _resolve_task(settings)
     missing: list[Lapa2Error] = [no_prompts] if no_prompts is not None else []
     method = _resolve_method(settings, task, allow_code)
-    augmentations, label = _resolve_augmentations(settings, method)
+    augmentations, label, heads_of = _resolve_augmentations(settings, method)
     model = settings.model
     if isinstance(model, str | Path):
         facts = {
@@ -227,6 +228,7 @@ def resolve(
                 patterns=settings.patterns,
                 files=files,
                 label=label,
+                heads_of=heads_of,
                 **{name: getattr(settings, name) for name in _UNCHANGED},
             )
         except ValidationError as error:
@@ -333,9 +335,12 @@ def _resolve_method(settings: CellSettings, task: Task, allow_code: bool) -> Met
     return chosen
 
 
-def _resolve_augmentations(settings: CellSettings, method: Method) -> tuple[AugmentationLike, str]:
-    """The augmentations, and the label of their arm."""
+def _resolve_augmentations(
+    settings: CellSettings, method: Method
+) -> tuple[AugmentationLike, str, str]:
+    """The augmentations, the label of their arm, and the weights of a card that gives heads."""
     chosen, alpha, label = settings.augmentation, settings.alpha, ""
+    card: HeadCard | None = None
     if chosen is None:
         chosen = Augmentation(alpha=method.alpha if alpha is None else alpha)
     if isinstance(chosen, Mapping):
@@ -343,6 +348,8 @@ def _resolve_augmentations(settings: CellSettings, method: Method) -> tuple[Augm
         label = fields.pop("label", "")
         if not isinstance(label, str):
             raise AugmentationError(f"the label of an augmentation is a text, found {label!r}")
+        if "card" in fields:
+            card = HeadCard.load(str(fields.pop("card")))
         if "recipe" in fields:
             if beside := [name for name in fields if name != "recipe"]:
                 raise AugmentationError(
@@ -351,19 +358,19 @@ def _resolve_augmentations(settings: CellSettings, method: Method) -> tuple[Augm
                 )
             chosen = str(fields["recipe"])
         else:
-            chosen = _with_alpha(fields, alpha, method)
+            chosen = _with_alpha(fields, alpha, method, card)
     if isinstance(chosen, str):
         if chosen == "none":
-            return None, ""
+            return None, "", ""
         if chosen in ("paper", "released"):
-            chosen = _with_alpha({"profile": chosen}, alpha, method)
+            chosen = _with_alpha({"profile": chosen}, alpha, method, card)
         elif re.split("[+:]", chosen)[0].strip() not in RECIPES:
             allowed = ("none", "paper", "released", *RECIPES)
             raise AugmentationError(
                 f"{unknown_choice('augmentation', chosen, allowed)}; or a table of fields"
             )
         else:
-            chosen = parse_recipes(chosen, alpha)
+            chosen = parse_recipes(chosen, alpha, card.recipe_parameters() if card else {})
     augmentations: AugmentationLike = chosen
     for augmentation in augmentations if isinstance(augmentations, Sequence) else (augmentations,):
         if augmentation is not None and not isinstance(augmentation, Augmentation):
@@ -378,15 +385,20 @@ def _resolve_augmentations(settings: CellSettings, method: Method) -> tuple[Augm
         label = settings.label
         if not label and isinstance(augmentations, LabeledAugmentations):
             label = augmentations.label
-    return augmentations, label
+    return augmentations, label, card.weights if card else ""
 
 
-def _with_alpha(fields: dict[str, Any], alpha: float | None, method: Method) -> Augmentation:
-    """An augmentation from its fields; where they name no alpha, at the one of the settings, or
-    else the method's."""
+def _with_alpha(
+    fields: dict[str, Any], alpha: float | None, method: Method, card: HeadCard | None
+) -> Augmentation:
+    """An augmentation from its fields, in a card's heads if there is one; where they name no alpha,
+    at the one of the settings, or else the card's or the method's."""
     if alpha is not None and "alpha" in fields:
         raise own_strength(alpha, f"{{ alpha = {fields['alpha']} }}")
-    return Augmentation(**({"alpha": method.alpha if alpha is None else alpha} | fields))
+    if alpha is None:
+        alpha = method.alpha if card is None or card.alpha is None else card.alpha
+    make = Augmentation if card is None else card.augmentation
+    return make(**({"alpha": alpha} | fields))
 
 
 def _check_prefix(settings: CellSettings, task: Task, method: Method, attribute: str) -> None:

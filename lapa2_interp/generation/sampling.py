@@ -22,6 +22,9 @@ from torch import Tensor
 
 NOTHING = -1
 """Token of a step at which no token has positive weight."""
+WIDER = 2
+"""Top-k ranks this many times k tokens, so that it sees where a tie at rank k ends. Ties are the
+common case of bfloat16 logits."""
 
 
 def uniforms(
@@ -44,26 +47,22 @@ def uniforms(
 def keep_top_k(log_weights: Float[Tensor, "sample vocab"], k: int) -> Int[Tensor, "sample kept"]:
     """Ids of the k largest log-weights of each sample, ascending; ties at rank k go to the smaller
     id."""
-    k = min(k, log_weights.shape[1])
-    if k == log_weights.shape[1]:
-        return torch.arange(k, device=log_weights.device).expand_as(log_weights)
-    ranked, ids = log_weights.topk(min(k + 1, log_weights.shape[1]), dim=1)  # sample rank
-    if ranked.shape[1] > k:
-        ids = ids[:, :k]
-        tied = ranked[:, k - 1] == ranked[:, k]  # the common case of bfloat16 logits
-        if tied.any():
-            # tied_sample vocab, tied_sample 1
-            weights, last = log_weights[tied], ranked[tied, k - 1 : k]
-            stays = ~(weights < last)  # nan ranks first, as in topk
-            row, token = (weights == last).nonzero(as_tuple=True)  # tie: its tied_sample and its id
-            from_end = torch.searchsorted(row, row, right=True) - torch.arange(
-                len(row), device=row.device
-            )
-            above = (~(ranked[tied] <= last)).sum(dim=1)  # tied_sample
-            surplus = from_end <= (above + row.bincount(minlength=len(last)) - k)[row]
-            stays[row[surplus], token[surplus]] = False
-            ids[tied] = stays.nonzero()[:, 1].view(-1, k)
-    return ids.sort(dim=1).values
+    n_vocab = log_weights.shape[1]
+    k, n_ranked = min(k, n_vocab), min(WIDER * k, n_vocab)
+    ranked, ids = log_weights.topk(n_ranked, dim=1)  # sample rank
+    ids, by_id = ids.sort(dim=1)
+    # Stable, so that ties stay in the order of their ids.
+    best = ranked.gather(1, by_id).sort(dim=1, descending=True, stable=True).indices[:, :k]
+    best_ids = ids.gather(1, best).sort(dim=1).values
+    # A tie that goes on beyond the ranked ones, as that of many tokens of weight zero does.
+    beyond = ranked[:, k - 1] == ranked[:, -1]
+    if n_ranked < n_vocab and beyond.any():
+        weights, last = log_weights[beyond], ranked[beyond, k - 1 : k]
+        above, equal = ~(weights <= last), weights == last  # nan ranks first, as in topk
+        left = k - above.sum(dim=1, keepdim=True)
+        stays = above | (equal & (equal.cumsum(dim=1) <= left))
+        best_ids[beyond] = stays.nonzero()[:, 1].view(-1, k)
+    return best_ids
 
 
 def draw(

@@ -132,7 +132,8 @@ class CellSettings(BaseModel):
     bias that it does not fix. Examples: lapa2:law=sqrt,layers=top;
     instaboost:M=5,heads=3.1/4.0-8,steps=0:16; lapa2:span=0:2/5:6,phase=decode;
     lapa2:span="prefix+bos"; lapa2:tokens=1 + lapa2:tokens=2,alpha=1. In Python and grids also a
-    table of fields such as { law = "sqrt" }, of which each may be a list."""
+    table of fields such as { law = "sqrt" }, of which each may be a list; with card = FILE the
+    heads, strengths and alpha are those of a card (`lapa2 steer`, `select`, `learn`)."""
     label: str = ""
     """Name of the arm in tables and figures; by default the recipe's, or made of the fields. The
     label decides no text."""

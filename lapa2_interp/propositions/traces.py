@@ -386,7 +386,7 @@ def prediction_table(
         l = l_kv - (traces["n_bos"].to_numpy()[:, None] if rule.length_rule == "paper" else 0)
         bias = np.stack([rule.bias(l[j], int(prefix_length)) for j, prefix_length in enumerate(n)])
         bias = np.where((rule.phase == "decode") & (steps == 0), 0.0, bias)
-        of_heads = bias[:, :, None, None] * rule.head_mask(n_layers, n_heads)
+        of_heads = bias[:, :, None, None] * rule.head_strengths(n_layers, n_heads)
         predicted, measured = shifted_share(curves.share[base], of_heads), curves.share[i]
         with np.errstate(invalid="ignore"):
             error = np.nanmax(np.abs(curves.odds[i] - curves.odds[base] - of_heads), axis=(0, 1, 3))

@@ -28,11 +28,12 @@ class SteerSettings(Settings):
 
     A quarter of the prompts chooses heads, a quarter finds the strength at which the bias costs the
     budget in perplexity, and the rest judges: the prefix alone, the method without bias, and with
-    the bias in all heads, in random heads and in the chosen heads. `out` gets texts, tables, a page
-    (report.html), and a card (selection.json) for `lapa2 generate --selection`. The same command
-    goes on after a stop. For example
+    the bias in all heads, in random heads and in the chosen heads. With `learn` there is one more
+    arm: one learned strength for each head. `out` gets texts, tables, a page (report.html), and a
+    card (card.json) for `lapa2 generate --card`. The same command goes on after a stop. For example
 
         lapa2 steer smollm2-135m --prompts neutral.txt --out results/steer
+        lapa2 steer smollm2-135m --prompts neutral.txt --learn --out results/learned
         lapa2 steer smollm2-135m --task formal.toml --prompts neutral.txt \\
             --classifiers models/formality --out results/formal
     """
@@ -59,6 +60,10 @@ class SteerSettings(Settings):
     without bias; above 1."""
     heads: Count | None = None
     """The number of heads to choose; by default 9 % of all."""
+    learn: bool = False
+    """Also learn one strength for each head, as `lapa2 learn` does with its defaults, from texts
+    that the model writes for the prompts that choose heads. It takes much longer than to choose
+    heads. Where it finds nothing, this arm is left out."""
     classifiers: Sequence[str] = ()
     """Classifiers of the attributes: linear, adapter, a hub id, a folder, or a file of `lapa2
     scorers train`. The first decides. By default linear and adapter, for tasks that have them."""

@@ -10,13 +10,14 @@ what they are worth.
 1. **Choose**: the heads of largest slope, or of largest effect by knock-out in a model without
    gradients. The card says how many of them other halves of the prompts and other wordings of the
    prefixes choose, too.
+   `learn` learns one strength a head from texts that the model writes for the same prompts.
 2. **Tune**: three places of the bias (all heads, the chosen heads, as many random heads) at four
-   strengths. For each place, the strength is interpolated at which the perplexity of the
-   continuations, given their prompts, is `budget` times that of the method without bias. A place
-   that does not reach it is not comparable. Before anything else a few texts show whether the bias
-   moves perplexity at all.
-3. **Judge**: five arms on prompts that decided nothing. Three tests, with Holm's correction: the
-   chosen heads against no bias, all heads, and random heads.
+   strengths. Learned strengths are a fourth, and the tuned strength multiplies them. For each
+   place, the strength is interpolated at which the perplexity of the continuations, given their
+   prompts, is `budget` times that of the method without bias. A place that does not reach it is not
+   comparable. Before anything else a few texts show whether the bias moves perplexity at all.
+3. **Judge**: all arms on prompts that decided nothing. Three tests, with Holm's correction: the
+   chosen heads against no bias, all heads, and random heads. Learned strengths add a fourth.
 
 Random heads are five sets, each on a fifth of the prompts; a set has as many heads in each layer as
 the chosen ones have, and none of these. All texts of a prompt have the same random numbers.
@@ -38,24 +39,26 @@ from lapa2_interp.circuits.contrast_set import ContrastSet
 from lapa2_interp.circuits.gradients import has_gradients
 from lapa2_interp.circuits.selection import Selection, select
 from lapa2_interp.circuits.units import all_heads
-from lapa2_interp.errors import CircuitError, RunError, parameter, pluralize
+from lapa2_interp.errors import CircuitError, DataError, RunError, parameter, pluralize
 from lapa2_interp.files import write_text
 from lapa2_interp.generation.cell import Cell
 from lapa2_interp.methods.registry import load_task
 from lapa2_interp.models.load import load_model
 from lapa2_interp.models.sizes import model_size
+from lapa2_interp.report.learning import TEXTS, learn_in_folder
 from lapa2_interp.report.settings import SteerSettings
 from lapa2_interp.report.steer_page import write_steer_page
 from lapa2_interp.report.steer_result import (
     ALL,
     CARD,
     CHOSEN,
+    LEARNED,
+    LEARNED_FOLDER,
     NO_BIAS,
     ORDER,
     RANDOM,
     SHARE,
     STRENGTHS,
-    TUNED,
     Steered,
     SteerPlan,
     check_plan,
@@ -132,6 +135,7 @@ def steer(settings: SteerSettings) -> Steered:
         parameters=method_parameters(settings.method, task, settings.parameters),
         budget=settings.budget,
         heads=settings.heads or max(1, round(SHARE * size.n_layers * size.n_heads)),
+        learn=settings.learn,
         classifiers=tuple(settings.classifiers) or shipped_classifiers(task),
         perplexity=settings.perplexity or str(settings.model),
         length=settings.length,
@@ -152,9 +156,15 @@ def steer(settings: SteerSettings) -> Steered:
     _announce(plan, parts, engine(), settings.yes, settings.notify)
     _check_that_perplexity_moves(folder, plan, parts["tune"][:FEW], engine(), settings.device)
     selection = _choose(folder, plan, parts["choose"], settings.device, settings.notify)
-    tuning = _tune(folder, plan, parts["tune"], selection, engine(), settings.device)
+    cards: dict[str, Selection] = {CHOSEN: selection}
+    if plan.learn:
+        learned = _learn(
+            folder / LEARNED_FOLDER, plan, parts["choose"], settings.device, settings.notify
+        )
+        cards |= {} if learned is None else {LEARNED: learned}
+    tuning = _tune(folder, plan, parts["tune"], cards, engine(), settings.device)
     alphas = tuning[tuning["tuned"]].set_index("place")["alpha"].dropna().to_dict()
-    samples_made = _judged_texts(folder, plan, parts["judge"], selection, alphas, engine())
+    samples_made = _judged_texts(folder, plan, parts["judge"], cards, alphas, engine())
     scores = _scores(folder, plan, samples_made, settings.device, plan.metrics)
     table = _judged_table(scores, samples_made)
     tests = _tests(plan, scores)
@@ -162,6 +172,10 @@ def steer(settings: SteerSettings) -> Steered:
         update={"alpha": alphas.get(CHOSEN), "gain": _gain(plan, tests, table, alphas)}
     )
     selection.save(folder / CARD)
+    if LEARNED in alphas:
+        gain = _learned_gain(tests)
+        update = {"alpha": alphas[LEARNED], "gain": gain}
+        cards[LEARNED].model_copy(update=update).save(folder / LEARNED_FOLDER / CARD)
     for name, frame in ((TUNING, tuning), (TABLE, table), (TESTS, tests)):
         write_text(folder / name, as_csv(frame))
     steered = Steered(folder, plan, selection, tuning, table, tests, samples_made)
@@ -202,17 +216,19 @@ def _announce(
     bias = Augmentation(alpha=1.0, heads=first)
     arms = {
         "first": 1 + len(STRENGTHS),
-        "tune": 1 + len(TUNED) * len(STRENGTHS),
+        "tune": 1 + len(plan.tuned) * len(STRENGTHS),
         "judge": len(plan.arms),
     }
     prompts = {"first": parts["tune"][:FEW], **parts}
     cells = [plan.cells(prompts[part], CHOSEN, bias) * n for part, n in arms.items()]
     need = estimate([cell for of_part in cells for cell in of_part])
     check_affordable(need.texts, need.row_tokens, need.memory, yes)
+    to_learn = 1 + len(plan.task.attributes) * TEXTS if plan.learn else 0
+    more = f", and {to_learn * len(parts['choose'])} to learn from" * plan.learn
     notify(
         f"{len(parts['choose'])} prompts choose {plan.heads} heads, {len(parts['tune'])} tune,"
-        f" {len(parts['judge'])} judge: {need.texts} texts, {need.row_tokens} row-tokens, with"
-        f" {pluralize(workers, 'worker')}"
+        f" {len(parts['judge'])} judge: {need.texts} texts{more}, {need.row_tokens} row-tokens,"
+        f" with {pluralize(workers, 'worker')}"
     )
 
 
@@ -256,6 +272,32 @@ def _choose(
         * bool(overlap)
     )
     return selection
+
+
+def _learn(
+    folder: Path,
+    plan: SteerPlan,
+    prompts: Sequence[str],
+    device: str | None,
+    notify: Callable[[str], None],
+) -> Selection | None:
+    """The card of learned strengths; from the folder if it is there. None where none are learned,
+    for example because too few texts have their attribute."""
+    if not (folder / CARD).is_file():
+        model = load_model(plan.model, "float32", device, plan.model_class)
+        try:
+            learn_in_folder(
+                model,
+                folder,
+                prompts=list(prompts),
+                task=plan.task,
+                classifiers=plan.classifiers,
+                seed=plan.seed,
+            )
+        except (CircuitError, DataError) as error:
+            notify(f"{LEARNED} are left out: {error}")
+            return None
+    return Selection.load(folder / CARD)
 
 
 def _make(
@@ -345,19 +387,20 @@ def _tune(
     folder: Path,
     plan: SteerPlan,
     prompts: Sequence[str],
-    chosen: Selection,
+    cards: Mapping[str, Selection],
     engine: Engine,
     device: str | None,
 ) -> pd.DataFrame:
     """`Steered.tuning`."""
     arms = {(BASELINE, 0.0): plan.cells(prompts, NO_BIAS)}
-    for arm in TUNED:
+    places = [arm for arm in plan.tuned if arm != LEARNED or LEARNED in cards]
+    for arm in places:
         for alpha in STRENGTHS:
-            arms[arm, alpha] = plan.cells_with_bias(prompts, arm, alpha, chosen)
-    curves = _curves(folder, plan, "tune", arms, chosen, engine, device)
+            arms[arm, alpha] = plan.cells_with_bias(prompts, arm, alpha, cards)
+    curves = _curves(folder, plan, "tune", arms, cards[CHOSEN], engine, device)
     tried = np.array([0.0, *STRENGTHS])
     frames = []
-    for arm in TUNED:
+    for arm in places:
         log_ppl = curves.curve(arm)[..., 0]  # resample arm
         target = log_ppl[:1, 0] + np.log(plan.budget)
         alpha = float(interpolate_at_perplexity(log_ppl[:1], tried[None, :, None], target)[0, 0])
@@ -373,20 +416,20 @@ def _judged_texts(
     folder: Path,
     plan: SteerPlan,
     prompts: Sequence[str],
-    chosen: Selection,
+    cards: Mapping[str, Selection],
     alphas: Mapping[Any, float],
     engine: Engine,
 ) -> pd.DataFrame:
     """The texts of all arms that are comparable, with the arm's name."""
     cells = {
-        arm: plan.cells_with_bias(prompts, arm, alphas[arm], chosen)
-        if arm in TUNED
+        arm: plan.cells_with_bias(prompts, arm, alphas[arm], cards)
+        if arm in plan.tuned
         else plan.cells(prompts, arm)
         for arm in plan.arms
-        if arm not in TUNED or arm in alphas
+        if arm not in plan.tuned or arm in alphas
     }
     every = [cell for of_arm in cells.values() for cell in of_arm]
-    texts = _make(folder, "judge", every, chosen, engine)
+    texts = _make(folder, "judge", every, cards[CHOSEN], engine)
     names = {cell.key: arm for arm, of_arm in cells.items() for cell in of_arm}
     return texts.assign(arm=texts["cell"].map(names))
 
@@ -432,7 +475,7 @@ def _judged_table(scores: pd.DataFrame, texts: pd.DataFrame) -> pd.DataFrame:
 def _tests(plan: SteerPlan, scores: pd.DataFrame) -> pd.DataFrame:
     """`Steered.tests`; what is not comparable has p 1 in the correction."""
     judged = set(scores["arm"])
-    against = (NO_BIAS, ALL, RANDOM)
+    against = (NO_BIAS, ALL, RANDOM, *((LEARNED,) if plan.learn else ()))
     rows = scores[scores["metric"] == plan.metrics[0]]
     rows = rows[["arm", "attribute", "prompt", "sample", "metric", "value", "reason", "scorer"]]
     differences = difference_table(rows, CHOSEN)
@@ -449,6 +492,20 @@ def _tests(plan: SteerPlan, scores: pd.DataFrame) -> pd.DataFrame:
     ends = [("difference", "difference"), ("low", "high"), ("high", "low")]
     tests = tests.assign(**{name: 0.0 - tests[source] for name, source in ends})
     return tests.assign(p_holm=holm(tests["p"].to_numpy())).reset_index()
+
+
+def _learned_gain(tests: pd.DataFrame) -> str:
+    """A sentence on what the chosen heads gain over learned strengths."""
+    test = tests.set_index("against").loc[LEARNED].to_dict()
+    outcome = verdict(test)
+    if outcome not in GAINS:
+        return f"What these strengths gain over chosen heads is not known: {outcome}."
+    mean, low, high = (-100 * float(test[name]) for name in ("difference", "high", "low"))
+    return (
+        f"On {test['prompts']:.0f} other prompts their accuracy minus that of the chosen heads is"
+        f" {format_interval(mean, low, high, '+.1f', ' points')} (corrected p"
+        f" {test['p_holm']:.2g})."
+    )
 
 
 def _gain(

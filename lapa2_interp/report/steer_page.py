@@ -56,9 +56,9 @@ def _render(steered: Steered) -> str:
         ),
         Section(
             "Tuned",
-            f"Perplexity against that of {plan.method} without bias, with the bias in three"
-            f" places, on {pluralize(len(parts['tune']), 'prompt')}. Rings are the strengths that"
-            " are judged.",
+            f"Perplexity against that of {plan.method} without bias, with the bias in"
+            f" {steered.tuning['place'].nunique()} places, on"
+            f" {pluralize(len(parts['tune']), 'prompt')}. Rings are the strengths that are judged.",
             tuning_figure(steered),
             None,
         ),
@@ -110,7 +110,7 @@ def judged_figure(steered: Steered) -> Drawing:
     axes.set_yticks(np.arange(len(attributes)), attributes)
     axes.invert_yaxis()
     plain_axes(axes, f"accuracy in %, {steered.plan.metrics[0]}", "")
-    legend_above(figure, 5)
+    legend_above(figure, 6)
     return figure
 
 
@@ -132,7 +132,7 @@ def tuning_figure(steered: Steered) -> Drawing:
     axes.yaxis.set_major_formatter("{x:g}")
     axes.yaxis.set_minor_locator(NullLocator())
     plain_axes(axes, "alpha", "perplexity, as a multiple")
-    legend_above(figure, 3)
+    legend_above(figure, steered.tuning["place"].nunique())
     return figure
 
 

@@ -13,6 +13,7 @@ import pandas as pd
 from lapa2_interp._util.parsing import parse_object, read_text
 from lapa2_interp._util.same_inputs import check_same_inputs
 from lapa2_interp.bias.augmentation import Augmentation
+from lapa2_interp.bias.head_card import HeadCard
 from lapa2_interp.circuits.selection import Selection, random_heads
 from lapa2_interp.commands import command
 from lapa2_interp.errors import RunError, TaskError, parameter, pluralize
@@ -37,22 +38,27 @@ SHARE = 24 / 270
 MOST_CHOOSING = 64
 """Prompts that choose heads, and that tune strengths, at most; a quarter of all at most."""
 RANDOM_SETS = 5
-CHOSEN, ALL, RANDOM, NO_BIAS, PREFIX = (
+CHOSEN, ALL, RANDOM, LEARNED, NO_BIAS, PREFIX = (
     "chosen heads",
     "all heads",
     "random heads",
+    "learned strengths",
     "no bias",
     "prefix alone",
 )
 TUNED = (CHOSEN, ALL, RANDOM)
-"""Places of the bias."""
-ORDER = (PREFIX, NO_BIAS, ALL, RANDOM, CHOSEN)
+"""Places of the bias; learned strengths may be a fourth one."""
+ORDER = (PREFIX, NO_BIAS, ALL, RANDOM, CHOSEN, LEARNED)
 """All arms, as they are shown."""
 ENDS = ("mean", "low", "high")
 SETTINGS = "steer.json"
 """Name of the settings' file in a result's folder."""
-CARD = "selection.json"
+CARD = "card.json"
 """Name of the card's."""
+LEARNED_FOLDER = "learned"
+"""The folder of learned strengths, with a card of its own."""
+Cards = Mapping[str, HeadCard]
+"""Cards by the arm that they steer."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +73,7 @@ class SteerPlan:
         budget: The perplexity of continuations that the bias may cost, as a multiple of that of
             the method without bias; above 1.
         heads: The number of heads to choose.
+        learn: If one strength a head is learned, too.
         classifiers: Classifiers of the task's attributes (`accuracy=` of `lapa2 score`). The first
             one decides.
         perplexity: The model that measures perplexity.
@@ -82,6 +89,7 @@ class SteerPlan:
     parameters: Mapping[str, Any]
     budget: float
     heads: int
+    learn: bool
     classifiers: tuple[str, ...]
     perplexity: str
     length: int
@@ -91,7 +99,13 @@ class SteerPlan:
     @property
     def arms(self) -> tuple[str, ...]:
         """The arms that are judged; under the method prefix, no bias is the prefix alone."""
-        return ORDER[1:] if self.method == "prefix" else ORDER
+        without = {PREFIX: self.method == "prefix", LEARNED: not self.learn}
+        return tuple(arm for arm in ORDER if not without.get(arm))
+
+    @property
+    def tuned(self) -> tuple[str, ...]:
+        """The arms whose strength is tuned."""
+        return (*TUNED, LEARNED) if self.learn else TUNED
 
     @property
     def metrics(self) -> tuple[str, ...]:
@@ -133,18 +147,18 @@ class SteerPlan:
         )
 
     def cells_with_bias(
-        self, prompts: Sequence[str], arm: str, alpha: float, chosen: Selection
+        self, prompts: Sequence[str], arm: str, alpha: float, cards: Cards
     ) -> list[Cell]:
-        """The cells of an arm with a bias at one strength."""
+        """The cells of an arm with a bias at one strength, which multiplies learned ones."""
         if arm == ALL:
             return self.cells(prompts, arm, Augmentation(alpha=alpha))
-        if arm == CHOSEN:
-            return self.cells(prompts, arm, chosen.augmentation(alpha=alpha))
+        if arm in cards:
+            return self.cells(prompts, arm, cards[arm].augmentation(alpha=alpha))
         size = model_size(self.model)
         every = tuple((i, j) for i in range(size.n_layers) for j in range(size.n_heads))
         cells = []
         for i in range(RANDOM_SETS):
-            heads = random_heads(chosen.heads, every, self.seed + i)
+            heads = random_heads(cards[CHOSEN].heads, every, self.seed + i)
             bias = Augmentation(alpha=alpha, heads=heads)
             cells += self.cells(prompts[i::RANDOM_SETS], arm, bias)
         return cells
@@ -161,8 +175,9 @@ class Steered:
         tuning: A row per place and strength: place, alpha, ratio of perplexity with low and high;
             and for each place the interpolated strength, with `tuned` True.
         table: A row per arm, attribute (and "all") and metric: mean, low, high, n, prompts.
-        tests: A row for each of the three tests: against, difference, low, high, p, p_holm,
-            detectable, prompts (that have scores in both; NaN where an arm is not comparable).
+        tests: A row for each of the tests, which are three, or four with learned strengths:
+            against, difference, low, high, p, p_holm, detectable, prompts (that have scores in
+            both; NaN where an arm is not comparable).
         texts: The judged ones.
     """
 
@@ -221,8 +236,16 @@ class Steered:
             return "it is not shown that steering with these heads gains; more prompts may decide"
         return f"steer with\n    {self.command(task, prompts, device)}"
 
+    @property
+    def card(self) -> Path:
+        """The card to steer with: that of learned strengths where they control more than the chosen
+        heads, and these more than no bias."""
+        said = {row["against"]: verdict(row) for row in self.tests.to_dict("records")}
+        better = said[NO_BIAS] == "more" and said.get(LEARNED) == "less"
+        return (self.folder / LEARNED_FOLDER if better else self.folder) / CARD
+
     def command(self, task: str, prompts: Path | Sequence[Path], device: str | None = None) -> str:
-        """The command that makes texts as the chosen heads' were made."""
+        """The command that makes texts as those of the better card were made."""
         plan = self.plan
         return command(
             "generate",
@@ -234,7 +257,7 @@ class Steered:
             prompts=prompts,
             method=plan.method,
             set=plan.parameters,
-            selection=self.folder / CARD,
+            card=self.card,
             length=plan.length,
             samples=plan.samples,
             seed=plan.seed,

@@ -22,6 +22,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from lapa2_interp._util.allocator import keep_freed_memory
 from lapa2_interp.errors import RunError, parameter
 from lapa2_interp.generation.cell import Cell
 from lapa2_interp.models.machine import AUTO_DTYPE, default_device, n_cores
@@ -326,6 +327,7 @@ def _begin(device: str | None, threads: int, pack: str, workers: int, attn: str)
 
     global _worker
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    keep_freed_memory()
     tqdm.set_lock(threading.RLock())  # its own is a semaphore that a killed process leaves behind
     threading.Thread(target=_end_with_sweep, daemon=True).start()
     _worker = Worker(device, threads, pack, workers, attn)

@@ -39,7 +39,7 @@ prompts = 5                      # the task's first 5 (more than it has: with ot
 [[block]]
 method = ["prefix", { name = "air-decoding", omega = 60.0 }]    # a list is an axis: 2 methods x 2 prefixes x 2 arms
 prefix = ["task", "A {attribute} text:"]                        # the task's hard prefixes, or all of this form
-augmentation = ["none", "paper"]                                # paper: the method's alpha; or { alpha = 1.0, law = "sqrt", label = "gentle" }, or a recipe: "instaboost:M=5"
+augmentation = ["none", "paper"]                                # paper: the method's alpha; or { alpha = 1.0, law = "sqrt", label = "gentle" }, or a recipe: "instaboost:M=5"; or { card = "card.json" } of lapa2 select
 
 [[block]]
 alpha = [0.25, 0.5]                                             # of each augmentation that leaves it open

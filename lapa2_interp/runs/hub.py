@@ -10,7 +10,6 @@ Its files:
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,8 +18,9 @@ from typing import TYPE_CHECKING
 
 import pandas as pd
 
+from lapa2_interp._util.hub import as_yaml, upload
 from lapa2_interp._util.version import __version__
-from lapa2_interp.errors import RunError, first_sentence, pluralize
+from lapa2_interp.errors import RunError, pluralize
 from lapa2_interp.files import result_folder, write_json, write_text
 from lapa2_interp.runs.manifest import Manifest
 from lapa2_interp.runs.store import ID_COLUMNS, write_parquet
@@ -85,26 +85,16 @@ class DataSet:
         Raises:
             RunError: The hub refuses it or is not reached.
         """
-        from huggingface_hub import HfApi
-
-        hub = HfApi() if api is None else api
         with TemporaryDirectory() as temporary:
-            folder = self.save(Path(temporary) / "data")
-            try:
-                made = hub.create_repo(repo_id, repo_type="dataset", private=private, exist_ok=True)
-                hub.upload_folder(
-                    repo_id=repo_id,
-                    folder_path=folder,
-                    repo_type="dataset",
-                    commit_message=f"{pluralize(len(self.manifests), 'cell')} of lapa2_interp",
-                )
-            except Exception as error:  # of the hub's library and those that it calls
-                raise RunError(
-                    f"the data set {repo_id!r} was not uploaded ({first_sentence(error)}); give a"
-                    " name OWNER/NAME that is yours, log in with `hf auth login`, and unset"
-                    " HF_HUB_OFFLINE"
-                ) from error
-        return str(made)
+            return upload(
+                self.save(Path(temporary) / "data"),
+                repo_id,
+                "dataset",
+                what="data set",
+                message=f"{pluralize(len(self.manifests), 'cell')} of lapa2_interp",
+                private=private,
+                api=api,
+            )
 
     def _card(self) -> str:
         """The card: what is read by the hub in front, then words and a table of the cells."""
@@ -120,7 +110,7 @@ class DataSet:
         names = ["model", "task", "attribute", "method", "arm"]
         table = self.texts.groupby(names, sort=False).size().rename("texts").reset_index()
         return f"""---
-pretty_name: {_as_yaml(title)}
+pretty_name: {as_yaml(title)}
 tags:
 - text-generation
 - attention-steering
@@ -144,10 +134,3 @@ they say.
 
 `pandas.read_parquet("hf://datasets/OWNER/NAME/{TEXTS}")` reads the texts.
 """
-
-
-def _as_yaml(text: str) -> str:
-    """A text in quotes. JSON's escapes are YAML's, but for pairs of surrogates, and YAML refuses
-    more letters as they are."""
-    quoted = json.dumps(text, ensure_ascii=False)
-    return "".join(c if c.isprintable() else f"\\U{ord(c):08X}" for c in quoted)

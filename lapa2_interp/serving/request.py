@@ -15,7 +15,7 @@ from lapa2_interp.bias.find_spans import SpanFinder, rules_of_marks
 from lapa2_interp.bias.layout import Layout
 from lapa2_interp.bias.marked_text import MarkedText, problem_of_other_bias, without_marks
 from lapa2_interp.bias.recipes import resolve_recipes
-from lapa2_interp.errors import Lapa2Error, unknown_choice
+from lapa2_interp.errors import AugmentationError, Lapa2Error, unknown_choice
 from lapa2_interp.models.facts import facts_of
 
 if TYPE_CHECKING:
@@ -294,7 +294,7 @@ def _rules(defaults: Defaults, steering: Steering) -> tuple[Augmentation, ...]:
         elif steering.alpha is not None:
             rules = active_augmentations(Augmentation(alpha=steering.alpha))
         if steering.heads == "all":
-            rules = tuple(rule.model_copy(update={"heads": "all"}) for rule in rules)
+            rules = tuple(_in_heads(rule, None) for rule in rules)
         elif steering.heads is not None:
             if steering.heads not in defaults.cards:
                 names = ", ".join(defaults.cards) or "none"
@@ -302,8 +302,7 @@ def _rules(defaults: Defaults, steering: Steering) -> tuple[Augmentation, ...]:
                     f"no card is called {steering.heads!r}; this server has: {names}",
                     400, "lapa2.heads",
                 )  # fmt: skip
-            heads = defaults.cards[steering.heads].heads
-            rules = tuple(rule.model_copy(update={"heads": heads}) for rule in rules)
+            rules = tuple(_in_heads(rule, defaults.cards[steering.heads]) for rule in rules)
     except Lapa2Error as error:
         name = "alpha" if steering.augmentation is None else "augmentation"
         raise ProtocolError(str(error), 400, f"lapa2.{name}") from None
@@ -346,6 +345,26 @@ def _messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     if not read:
         raise ProtocolError("messages is empty", 400, "messages")
     return read
+
+
+def _in_heads(rule: Augmentation, card: Selection | None) -> Augmentation:
+    """A bias in the heads of a card, or in all heads.
+
+    Raises:
+        AugmentationError: The strengths of the card were learned under another law.
+    """
+    places: dict[str, Any] = {"heads": "all", "strengths": None}
+    if rule.strengths is not None:  # where they were learned the law stopped, too
+        places["l0"] = rule.l0 if rule.law == "constant" else None
+    if card is not None:
+        places |= card.fields()
+    law = places.get("law", rule.law)
+    if law != rule.law and rule.law != "log":
+        raise AugmentationError(
+            f"the strengths of the card were learned under law {law!r}, and the request has law"
+            f" {rule.law!r}; leave the augmentation out, or name a card of heads"
+        )
+    return Augmentation(**rule.model_dump() | places)
 
 
 def _check_no_other_bias(steering: Steering) -> None:

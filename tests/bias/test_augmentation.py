@@ -57,6 +57,7 @@ def test_profiles_fill_only_what_is_not_given():
             "length_rule": "kv",
             "layers": "top",
         },
+        {"alpha": 0.5, "strengths": ((3, 1, -0.5), (4, 0, 1 / 3))},
     ],
 )
 def test_json_round_trip(fields):
@@ -95,6 +96,30 @@ def test_the_papers_halves():
 def test_layers_and_heads_intersect():
     selected = Augmentation(alpha=1, layers="even", heads=((0, 1), (1, 1), (2, 0))).head_mask(4, 2)
     assert np.argwhere(selected).tolist() == [[0, 1], [2, 0]]
+
+
+def test_the_log_law_stops_at_l0():
+    growing, stopped = Augmentation(alpha=0.5), Augmentation(alpha=0.5, l0=40)
+    l = np.array([2, 4, 40, 41, 5000])
+    assert stopped.bias(l, 4)[:3].tolist() == growing.bias(l, 4)[:3].tolist()
+    assert stopped.bias(l, 4)[3:].tolist() == [0.5 * np.log(10)] * 2
+    assert stopped.bias(l, np.full(5, 50)).tolist() == [0] * 5, "a prefix longer than l0"
+
+
+def test_strengths_are_kept_in_order_without_those_of_0():
+    one = Augmentation(alpha=1, strengths=[[2, 0, 0.5], [1, 1, -2], [0, 0, 0]])
+    assert one.strengths == ((1, 1, -2.0), (2, 0, 0.5))
+    assert one == Augmentation(alpha=1, strengths="1.1:-2, 2.0:5e-1")
+    assert one.head_strengths(3, 2).tolist() == [[0, 0], [0, -2], [0.5, 0]]
+    assert one.head_mask(3, 2).tolist() == [[False, False], [False, True], [True, False]]
+    assert one.within([2]).head_strengths(3, 2).tolist() == [[0, 0], [0, 0], [0.5, 0]]
+    assert one.within([0]) is None
+
+
+def test_a_bias_without_strengths_is_written_as_before_there_were_any():
+    """So the keys of older cells stay."""
+    assert "strengths" not in Augmentation(alpha=1).to_json()
+    assert '"strengths":[[3,1,0.5]]' in Augmentation(alpha=1, strengths="3.1:.5").to_json()
 
 
 def test_a_cell_refuses_an_augmentation_that_its_key_would_not_tell():

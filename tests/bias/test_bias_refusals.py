@@ -39,7 +39,10 @@ FIELDS = [
     ({"alfa": 1}, "unknown field 'alfa'; allowed: .*did you mean 'alpha'"),
     ({"layer": "all"}, "unknown field 'layer'; allowed: alpha, .*did you mean 'layers'"),
     ({"law": "constant"}, "constant law needs l0"),
-    ({"l0": 128}, "l0 belongs to the laws constant and multiply, not to 'log'"),
+    (
+        {"l0": 128, "law": "linear"},
+        "l0 belongs to the laws log, constant and multiply, not to 'linear'",
+    ),
     ({"law": "multiply", "l0": 1.0}, "l0 of law 'multiply' should be above 1, found 1"),
     ({"alpha": -2, "law": "multiply"}, "should be greater than or equal to -1, found -2"),
     ({"span": "all"}, "span 'all' is for law 'multiply', not for law 'log'"),
@@ -56,6 +59,12 @@ FIELDS = [
         {"heads": "foo"},
         r"heads: takes 'all', or pairs .*\(\(layer, head\), ...\) or .*; found 'foo'",
     ),
+    ({"strengths": "3.1"}, r"strengths: takes numbers of heads, .* '3.1:0.5,4.0:-2'; found '3.1'"),
+    ({"strengths": ((3, 1, float("nan")),)}, "strengths"),
+    ({"strengths": ((3, 1, 1), (3, 1, 2))}, "head 3.1 has two strengths; give it one"),
+    ({"strengths": "3.1:0"}, "all strengths are 0; leave the augmentation out"),
+    ({"strengths": "3.1:2", "heads": ((3, 1),)}, "strengths name their heads; leave heads out"),
+    ({"strengths": "3.1:2", "law": "cut"}, "strengths belong to the laws log, .*not to law 'cut'"),
     ({"layers": "middle"}, "layers: takes 'all', 'bottom', .*; found 'middle'"),
     ({"alpha": 1.5, "law": "cut"}, "alpha of law 'cut' should be from 0 to 1, found 1.5"),
     ({"law": "ratio"}, "needs tau"),
@@ -139,6 +148,14 @@ CALLS = {
     "a head that is not there": (
         lambda: masked(heads=((1, 9),)),
         r"head \(1, 9\) does not exist.*heads 0-3",
+    ),
+    "a strength of a head that is not there": (
+        lambda: masked(strengths=((1, 9, 0.5),)),
+        r"head \(1, 9\) does not exist.*heads 0-3",
+    ),
+    "layers without the strengths": (
+        lambda: masked(layers=(0,), strengths=((3, 1, 0.5),)),
+        r"heads \[\(3, 1\)\] have nothing in common in a model of 4 layers",
     ),
     "layers without the heads": (
         lambda: masked(layers=(0,), heads=((3, 1),)),

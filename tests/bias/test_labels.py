@@ -63,6 +63,19 @@ def test_a_recipe_has_its_name(augmentation, label):
     assert cell_of("tiny-gpt2", augmentation=label, **ASKED).arm == label
 
 
+def test_many_strengths_are_counted_in_a_label():
+    few = recipe("lapa2", strengths="3.1:0.5,4.0:-2")
+    assert few.label == "lapa2:strengths=3.1:0.5/4.0:-2"
+    assert parse_recipes(few.label) == few
+    assert Augmentation(alpha=1.0, strengths="3.1:0.5").label == "alpha 1 paper, strengths 3.1:0.5"
+    close = recipe("lapa2", strengths=((3, 1, 1 / 3),))
+    assert parse_recipes(close.label) == close, "no digit is lost"
+    many = recipe("lapa2", strengths=tuple((layer, 0, 0.5) for layer in range(12)))
+    assert re.fullmatch(r"lapa2:12 strengths \(#[0-9a-f]{6}\)", many.label)
+    doubled = recipe("lapa2", strengths=tuple((layer, 0, 1.0) for layer in range(12)))
+    assert doubled.label != many.label
+
+
 def test_long_lists_are_short_in_a_label():
     many = recipe("head-selective", heads=tuple((layer, 0) for layer in range(12)), alpha=1.0)
     assert re.fullmatch(r"head-selective:12 heads \(#[0-9a-f]{6}\),alpha=1", many.label)

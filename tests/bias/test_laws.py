@@ -447,7 +447,7 @@ def test_a_cache_that_keeps_the_augmented_query_is_refused(tiny):
 
 
 def test_every_field_is_written_under_its_name():
-    plain = Augmentation(alpha=0.5)
+    plain = Augmentation(alpha=0.5, strengths=((0, 1, 0.5),))
     assert list(json.loads(plain.to_json())) == list(Augmentation.model_fields)
     full = Augmentation(
         alpha=1, law="target", tau=0.3, floor=True, steps=(2, 9), span=("prefix", (1,))

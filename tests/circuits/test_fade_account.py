@@ -15,6 +15,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from lapa2_interp import circuits
+from lapa2_interp.bias.layer_types import FULL_ATTENTION, LayerType
 from lapa2_interp.circuits.contrast_set import ContrastSet
 from lapa2_interp.circuits.fade_account import (
     ATTENTION,
@@ -22,6 +23,7 @@ from lapa2_interp.circuits.fade_account import (
     FAR,
     STATES,
     account_for_fading,
+    attention_measures,
     shares,
     state,
 )
@@ -309,3 +311,20 @@ def test_a_reference_that_fades_is_refused():
     model = load("planted")
     with pytest.raises(CircuitError, match="from_raw compares with the raw model"):
         account_for_fading(model, contrast(model), filler=(8,), tokens=3, metric=["js", "from_raw"])
+
+
+def test_attention_is_also_that_of_the_layers_of_each_type():
+    """Of the planted model with a window in its first layer, which is longer than any text."""
+    model = fresh("planted", "float64", model_class="TransformersModel")
+    plain = account_for_fading(model, contrast(model), filler=(FILLER,), tokens=TOKENS)
+    assert attention_measures(model) == {ATTENTION: [0, 1]}
+    types = (LayerType("sliding", 512), FULL_ATTENTION)
+    facts_of(model).__dict__["layer_types"] = types  # a cached property
+    assert attention_measures(model) == {
+        ATTENTION: [0, 1], "attention (full)": [1], "attention (sliding 512)": [0]
+    }  # fmt: skip
+    account = account_for_fading(model, contrast(model), filler=(FILLER,), tokens=TOKENS)
+    parts = [account.values[FILLER, f"attention ({kind})", FAR] for kind in ("full", "sliding 512")]
+    np.testing.assert_allclose(np.mean(parts, axis=0), plain.values[FILLER, ATTENTION, FAR])
+    assert set(account.fades()["measure"]) == {"lex", "js", *attention_measures(model)}
+    assert np.abs(parts[0] - parts[1]).max() > 1e-3

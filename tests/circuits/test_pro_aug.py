@@ -164,7 +164,7 @@ def test_a_selection_carries_it_to_generate(tmp_path):
         (["--set", "pro_aug=true"], True),
     ):
         out = tmp_path / f"made{len(more)}"
-        made = [*line.split(), "The lake", "--selection", str(no), "--out", str(out), *more]
+        made = [*line.split(), "The lake", "--card", str(no), "--out", str(out), *more]
         assert main(made) == 0
         (cell,) = load_run(out).by_key.values()
         assert cell.parameters["pro_aug"] is expected

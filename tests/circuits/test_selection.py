@@ -13,7 +13,14 @@ from lapa2_interp.bias.augmentation import active_augmentations
 from lapa2_interp.circuits.contrast_set import ContrastSet
 from lapa2_interp.circuits.gradients import attribution
 from lapa2_interp.circuits.knockout import knock_out
-from lapa2_interp.circuits.selection import Selection, choose_units, select, sufficient_tokens
+from lapa2_interp.circuits.selection import (
+    SHIPPED,
+    Selection,
+    choose_units,
+    select,
+    shipped_selection,
+    sufficient_tokens,
+)
 from lapa2_interp.cli.app import main
 from lapa2_interp.errors import AugmentationError, CircuitError
 from lapa2_interp.models.planted import answer_key
@@ -86,7 +93,7 @@ def test_an_augmentation_of_a_selection(chosen, tmp_path):
     with pytest.raises(AugmentationError, match="beta"):
         chosen.augmentation(beta=1)
     assert key["suppressor"] in chosen.suppressors
-    file = tmp_path / "selection.json"
+    file = tmp_path / "card.json"
     chosen.save(file)
     assert Selection.load(file) == chosen
     assert json.loads(file.read_text())["task"]["positive"] == "Very positive:"
@@ -99,7 +106,7 @@ def test_an_augmentation_of_a_selection(chosen, tmp_path):
 def test_a_selection_of_another_model_does_not_steer(
     command, chosen, tmp_path, capsys, monkeypatch
 ):
-    file = tmp_path / "selection.json"
+    file = tmp_path / "card.json"
     chosen.save(file)
     asked = ["generate", "--attribute", "positive", "--prompt", "a", "--out", str(tmp_path / "run")]
     if command == "chat":
@@ -110,8 +117,8 @@ def test_a_selection_of_another_model_does_not_steer(
             Layout, "of_chat", lambda tokenizer, *_, **__: Layout.of(tokenizer, "Be brief.", "a")
         )
     where = ["--model", "tiny-llama", "--length", "12", "--dtype", "float32"]
-    assert main([*asked, *where, "--selection", str(file)]) == 2
-    assert "the selection belongs to planted with" in capsys.readouterr().err
+    assert main([*asked, *where, "--card", str(file)]) == 2
+    assert "the card belongs to planted with" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
 
 
@@ -171,9 +178,26 @@ def test_a_card_names_the_metric_that_was_used(contrast_set, chosen):
     assert chosen.metric == "lex"
 
 
+def test_a_selection_that_ships_is_that_of_the_weights(chosen, tmp_path, monkeypatch, capsys):
+    shipped = chosen.model_copy(update={"prompts": (), "alpha": 0.7, "gain": "It gains."})
+    shipped.save(tmp_path / "planted-1.5.sentiment.json")
+    monkeypatch.setattr("lapa2_interp.circuits.selection.SHIPPED", tmp_path)
+    assert shipped_selection("planted") == shipped
+    for model, task in (("planted:3", "sentiment"), ("planted", "topic")):
+        with pytest.raises(CircuitError, match=r"there are some of planted, sentiment \("):
+            shipped_selection(model, task)
+    line = f"select planted --shipped --out {tmp_path / 'card.json'}"
+    assert main(line.split()) == 0
+    assert "alpha 0.7. It gains." in capsys.readouterr().out
+    assert Selection.load(tmp_path / "card.json") == shipped
+    for option in ("--heads 3", "--tokens 8", "--score slope"):
+        assert main(f"{line} {option}".split()) == 2
+        assert "--shipped chooses nothing: leave out" in capsys.readouterr().err
+
+
 def test_damaged_files(tmp_path):
     (tmp_path / "bad.json").write_text('{"heads": []}')
-    with pytest.raises(CircuitError, match=r"is not a selection .*`lapa2 select` makes one"):
+    with pytest.raises(CircuitError, match=r"is not a card of heads .*`lapa2 select` makes one"):
         Selection.load(tmp_path / "bad.json")
 
 
@@ -189,7 +213,7 @@ def test_the_commands(tmp_path, capsys):
     assert "tokens of the prefix: 1" in printed
     assert Selection.load(card).heads == (key["carrier"],)
     line = "generate --model planted --attribute positive --prompt 'The lake' --length 12"
-    made = shlex.split(f"{line} --selection {card} --out {tmp_path / 'made'}")
+    made = shlex.split(f"{line} --card {card} --out {tmp_path / 'made'}")
     assert main(made) == 0
     (cell,) = load_run(tmp_path / "made").by_key.values()
     (rule,) = active_augmentations(cell.augmentation)
@@ -202,7 +226,7 @@ def test_the_commands(tmp_path, capsys):
     assert (on_bos.heads, on_bos.span, on_bos.law) == (rule.heads, "bos", "scale")
     assert main([*made[:-1], str(tmp_path / "no"), "--augmentation", "lapa2:heads=0.1"]) == 2
     assert "recipe lapa2 is given heads twice; leave heads out" in capsys.readouterr().err
-    line = f"fading planted --filler 40 --tokens 4 --selection {card} --random 1 --out {out}"
+    line = f"fading planted --filler 40 --tokens 4 --card {card} --random 1 --out {out}"
     assert main(line.split()) == 0
     printed = capsys.readouterr().out
     assert "mass mediates: holding the mass restores four fifths of the fade" in printed
@@ -210,7 +234,7 @@ def test_the_commands(tmp_path, capsys):
     assert {file.name for file in out.iterdir()} == {*tables, "fading.png"}
     assert main(f"select planted --positions x --out {card}".split()) == 2
     assert "positions: takes 'all', 'auto', or positions from 0" in capsys.readouterr().err
-    assert main(f"fading planted:3 --selection {card} --out {tmp_path / 'no'}".split()) == 2
+    assert main(f"fading planted:3 --card {card} --out {tmp_path / 'no'}".split()) == 2
     assert "choose again in this model" in capsys.readouterr().err
 
 
@@ -260,3 +284,15 @@ def test_few_prompts_or_heads_are_not_screened(contrast_set):
     assert select(model, contrast_set, heads=2, metric="lex", screen=4).scores == every.scores
     with pytest.raises(CircuitError, match="screen must be at least the 4 heads to choose"):
         select(model, contrast_set, heads=4, screen=3)
+
+
+def test_the_selections_that_ship_are_of_models_that_were_tested():
+    files = sorted(SHIPPED.glob("*.json"))
+    assert files
+    for file in files:
+        card = Selection.load(file)
+        assert file.name == f"{card.model}.sentiment.json"
+        assert card.alpha > 0
+        assert "[" in card.gain, "an interval"
+        assert not card.prompts, "which are not ours"
+        assert card.weights.startswith("sha256 ")

@@ -17,8 +17,14 @@ from lapa2_interp._util.settings import Settings, fields_of
 from lapa2_interp._util.values import Count
 from lapa2_interp.circuits.contrast_set import ContrastSet
 from lapa2_interp.circuits.fading import measure_fading
+from lapa2_interp.circuits.learning import learn
 from lapa2_interp.circuits.selection import select
-from lapa2_interp.circuits.settings import FadingSettings, SelectSettings, StudySettings
+from lapa2_interp.circuits.settings import (
+    FadingSettings,
+    LearnSettings,
+    SelectSettings,
+    StudySettings,
+)
 from lapa2_interp.circuits.study import run_study
 from lapa2_interp.cli import functions, options
 from lapa2_interp.cli.app import COMMANDS, FAMILIES, app
@@ -73,6 +79,7 @@ FUNCTIONS = {
 HANDED_ON = {
     "circuits": (run_study, StudySettings),
     "select": (select, SelectSettings),
+    "learn": (learn, LearnSettings),
     "fading": (measure_fading, FadingSettings),
 }
 """Commands that have options of a function which takes a model and texts first."""
@@ -132,7 +139,18 @@ def test_a_function_that_takes_a_model_has_the_types_and_defaults_of_its_setting
         assert signature[field].default == of_command[field].default == parameter.default
         assert get_args(of_command[field].annotation)[-1].help == fields[field].description
     of_texts = {field.name for field in options.fields_of(options.ContrastOptions)}
-    others = {"model", "contrast", "folder", "report", "placebo", "heads", "batch_size", "progress"}
+    others = {
+        "pairs",
+        "texts",
+        "model",
+        "contrast",
+        "folder",
+        "report",
+        "placebo",
+        "heads",
+        "batch_size",
+        "progress",
+    }
     assert set(signature) <= {*declared, *of_texts, *others}
 
 
@@ -210,7 +228,7 @@ def test_what_is_given_of_handed_on_options_is_given_to_the_command():
 def test_every_setting_of_a_cell_is_an_option_of_generate():
     of_settings = {field.name for field in options.fields_of(options.SettingOptions)}
     of_bias = {field.name for field in options.fields_of(options.AugmentationOptions)}
-    assert of_settings | of_bias == {*CellSettings.model_fields, "selection"}
+    assert of_settings | of_bias == {*CellSettings.model_fields, "card"}
     assert not of_settings & of_bias
 
 

@@ -277,7 +277,7 @@ def test_marks_of_a_file_are_read(chat, chatting, monkeypatch, tmp_path):
         ("Be (very (brief:2):3).", [], "a mark stands inside a mark"),
         (MARKED, ["--alpha", "0.5"], "leave out --alpha, or --marks"),
         (MARKED, ["--augmentation", "instaboost"], "leave out --augmentation, or --marks"),
-        (MARKED, ["--selection", "card.json"], "leave out --selection, or --marks"),
+        (MARKED, ["--card", "card.json"], "leave out --card, or --marks"),
         (MARKED, ["--span", "phrase:brief"], "leave out --span, or --marks"),
     ],
 )  # fmt: skip

@@ -7,6 +7,7 @@ import shlex
 import shutil
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pandas as pd
@@ -18,7 +19,7 @@ from lapa2_interp import Augmentation, Selection, steer
 from lapa2_interp.circuits.selection import random_heads
 from lapa2_interp.cli.app import main
 from lapa2_interp.cli.options import AugmentationOptions
-from lapa2_interp.errors import RunError
+from lapa2_interp.errors import DataError, RunError
 from lapa2_interp.models.load import load_transformers
 from lapa2_interp.report.steer import _gain, _tests
 from lapa2_interp.report.steer_page import heads_figure
@@ -26,6 +27,7 @@ from lapa2_interp.report.steer_result import (
     ALL,
     CARD,
     CHOSEN,
+    LEARNED,
     NO_BIAS,
     RANDOM,
     SETTINGS,
@@ -92,12 +94,12 @@ def test_random_heads_are_other_heads_of_the_same_layers():
 def test_random_sets_share_the_prompts(steered):
     settings = steered.plan
     prompts = settings.parts()["judge"]
-    cells = settings.cells_with_bias(prompts, RANDOM, 1.0, steered.selection)
+    cells = settings.cells_with_bias(prompts, RANDOM, 1.0, {CHOSEN: steered.selection})
     of_one = [cell for cell in cells if cell.attribute == "positive"]
     assert sorted(prompt for cell in of_one for prompt in cell.prompts) == sorted(prompts)
     assert len(of_one) == 5
     assert {cell.arm for cell in cells} == {RANDOM}
-    everywhere = settings.cells_with_bias(prompts, ALL, 1.0, steered.selection)[0]
+    everywhere = settings.cells_with_bias(prompts, ALL, 1.0, {CHOSEN: steered.selection})[0]
     (rule,) = everywhere.active_augmentations
     assert rule == Augmentation(alpha=1.0)
 
@@ -206,9 +208,9 @@ def test_the_card_steers_by_itself(steered):
     tuned = steered.tuning[steered.tuning["tuned"]].set_index("place")["alpha"]
     assert card.alpha == card.augmentation().alpha == pytest.approx(tuned[CHOSEN])
     assert card.augmentation(alpha=2.0).alpha == 2.0
-    (built,) = AugmentationOptions(selection=steered.folder / CARD).build(0.5)
+    (built,) = AugmentationOptions(card=steered.folder / CARD).build(0.5)
     assert built == card.augmentation()
-    (stronger,) = AugmentationOptions(selection=steered.folder / CARD, alpha=3.0).build(0.5)
+    (stronger,) = AugmentationOptions(card=steered.folder / CARD, alpha=3.0).build(0.5)
     assert stronger.alpha == 3.0
     assert set(card.chosen_by_wordings) == {"Extremely {attribute}:", "In a {attribute} tone:"}
     assert all(0 <= n <= len(card.heads) for n in card.chosen_by_wordings.values())
@@ -413,6 +415,55 @@ def test_continuations_are_read_by_another_model(steered, judge, tmp_path):
         assert table.loc[arm, "bits per character"] == pytest.approx(np.mean(values), rel=1e-5)
         ratio = math.exp(np.mean(nll[arm]) - np.mean(nll[NO_BIAS]))
         assert table.loc[arm, "ratio"] == pytest.approx(ratio, rel=1e-5)
+
+
+@pytest.mark.long
+def test_learned_strengths_are_one_more_arm(tmp_path, monkeypatch):
+    monkeypatch.setattr("lapa2_interp.report.steer.STRENGTHS", STRENGTHS)
+    prompts = [f"The {i}th of the" for i in range(32)]
+    settings = {"method": "prefix", "length": 12, "workers": 1, "perplexity": "tiny-llama"}
+    call = partial(steer, "planted", prompts, out=tmp_path / "out", budget=1.0001, **settings)
+    result = call(learn=True, notify=lambda line: None)
+    assert result.plan.arms == (NO_BIAS, ALL, RANDOM, CHOSEN, LEARNED)
+    assert {NO_BIAS, CHOSEN, LEARNED} <= set(result.table["arm"]), "random heads cost too little"
+    assert list(result.tests["against"]) == [NO_BIAS, ALL, RANDOM, LEARNED]
+    learned = Selection.load(tmp_path / "out" / "learned" / CARD)
+    tuned = result.tuning[result.tuning["tuned"]].set_index("place")["alpha"]
+    assert learned.alpha == tuned[LEARNED]
+    assert set(learned.prompts) <= set(result.plan.parts()["choose"])
+    assert "What these strengths gain" in learned.gain or "their accuracy minus" in learned.gain
+    run = load_run(tmp_path / "out" / "judge")
+    rules = {
+        rule
+        for key in result.texts.loc[result.texts["arm"] == LEARNED, "cell"]
+        for rule in run.by_key[key].active_augmentations
+    }
+    assert rules == {learned.augmentation()}
+    page = (tmp_path / "out" / "report.html").read_text("utf-8")
+    assert "chosen heads against learned strengths: " in page
+    assert result.card == tmp_path / "out" / CARD, "of the chosen heads, where nothing is sure"
+    tests = result.tests.assign(p_holm=0.01, difference=[0.2, 0.2, 0.2, -0.2], prompts=16)
+    assert replace(result, tests=tests.assign(difference=-0.2)).card == tmp_path / "out" / CARD
+    assert replace(result, tests=tests).card == tmp_path / "out" / "learned" / CARD
+    again = call(learn=True, notify=lambda line: None)
+    pd.testing.assert_frame_equal(again.tests, result.tests)
+    with pytest.raises(RunError, match="learn"):
+        call(notify=lambda line: None)
+
+
+@pytest.mark.long
+def test_strengths_that_cannot_be_learned_are_left_out(tmp_path, monkeypatch):
+    def fails(*args, **settings):
+        raise DataError("the classifiers find nothing")
+
+    monkeypatch.setattr("lapa2_interp.report.steer.learn_in_folder", fails)
+    monkeypatch.setattr("lapa2_interp.report.steer.STRENGTHS", STRENGTHS)
+    lines = []
+    result = steer("tiny-gpt2", PROMPTS, out=tmp_path, learn=True, notify=lines.append, **GIVEN)
+    assert "learned strengths are left out: the classifiers find nothing" in lines
+    assert set(result.tuning["place"]) == {ALL, CHOSEN, RANDOM}
+    assert format_test(result.tests.to_dict("records")[3]).endswith("not comparable at this budget")
+    assert "with the bias in 3 places" in (tmp_path / "report.html").read_text("utf-8")
 
 
 def test_control_is_read_by_another_classifier(steered, tmp_path):

@@ -350,6 +350,7 @@ def test_an_error_that_ends_the_thread_leaves_nobody_waiting(model, monkeypatch)
     assert pieces.get(timeout=60).error == "the server has stopped"
     with pytest.raises(QueueFullError):
         one.put()
+    one.engine.thread.join(timeout=60)  # its error is reported in this test, not in the next
 
 
 def test_an_error_of_one_batch_leaves_the_queue(asker, capsys):

@@ -13,6 +13,7 @@ import pytest
 from servers import CHAT, RULES, SETTINGS, model, post, served  # noqa: F401
 
 from lapa2_interp import generate
+from lapa2_interp.circuits.selection import SHIPPED
 from lapa2_interp.cli.app import main
 from lapa2_interp.cli.serve import is_own_machine
 from lapa2_interp.methods.chat import chat_task
@@ -223,6 +224,10 @@ def test_what_no_request_could_use_is_refused_at_the_start(capsys):
         port = str(taken.getsockname()[1])
         assert main(["serve", "tiny-llama", "--port", port]) == 2
     assert f"cannot listen at port {port} of 127.0.0.1" in capsys.readouterr().err
+    for option in ("--card", "--cards"):
+        card = str(SHIPPED / "smollm2-135m.sentiment.json")
+        assert main(["serve", "tiny-llama", "--port", "0", option, card]) == 2
+        assert "the card belongs to smollm2-135m with" in capsys.readouterr().err
 
 
 def test_a_signal_that_comes_at_once_is_not_lost():
