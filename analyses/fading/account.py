@@ -11,7 +11,9 @@ Repeat it after a stop, and it resumes. Parts (--parts):
 - on-policy: filler and scored tokens are what the model writes after the target's prefix.
 - wording: other prefixes.
 - topic: four attributes; lex is small there, so js counts.
-- gemma: Gemma 3 270M (--gemma FOLDER), 32 prompts, 64 and 256 tokens.
+- gemma, qwen-0.5b, qwen-1.5b: other models (--models FOLDER, that of `make models`), which read 32
+  prompts (the Qwens 16, for time) after 256 tokens, and Gemma 3 270M after 64, too. For the Qwens a
+  space stands before a prompt, since their tokenizer joins the colon with a word.
 
 Into --out go account.csv with the shares, fades.csv with the values near and far, prompts.parquet
 with the value of every prompt in every state, and account.png. Beside attention, fades.csv has its
@@ -29,6 +31,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
+from analyses.families.grids import GEMMA, LARGE_QWEN, QWEN, SMOLLM2, path_of
 from analyses.lab.scripts import ScriptOptions
 from lapa2_interp import load_model
 from lapa2_interp.circuits.contrast_set import ContrastSet
@@ -51,7 +54,9 @@ from lapa2_interp.tasks.task import Task
 TOKENS, MIDDLE = 32, 256
 FULL = (64, MIDDLE, 1024)
 OTHER_FILLERS = ("steered", "wikitext", "newlines")
-PARTS = ("full", *OTHER_FILLERS, "on-policy", "wording", "topic", "gemma")
+OF_SMOLLM2 = ("full", *OTHER_FILLERS, "on-policy", "wording", "topic")
+OTHER_MODELS = {"gemma": GEMMA, "qwen-0.5b": QWEN, "qwen-1.5b": LARGE_QWEN}
+"""By part."""
 WORDING = "This text is {attribute}:"
 Texts = dict[str, list[list[int]]]
 """Token ids by prompt."""
@@ -61,29 +66,35 @@ def main() -> None:
     """Measure the parts, and write their tables."""
     parser = ScriptOptions("A full account of the fade")
     parser.add_argument("--prompts", type=Path, required=True, help="a prompt a line")
-    parser.add_argument("--parts", nargs="+", default=[*PARTS[:-1]], choices=PARTS)
+    parser.add_argument(
+        "--parts", nargs="+", default=OF_SMOLLM2, choices=(*OF_SMOLLM2, *OTHER_MODELS)
+    )
     parser.add_argument("--wikitext", type=Path, help="articles, a line each (.xz)")
-    parser.add_argument("--gemma", help="folder of Gemma 3 270M")
+    parser.add_argument("--models", type=Path, help="the folder of `make models`")
     parser.add_argument("--work", type=Path, required=True, help="folder of unfinished work")
     parser.add_argument("--out", type=Path, default=Path("figures/fading/account"))
     options = parser.parse_args()
-    for part in options.parts:
-        needed = {"wikitext": options.wikitext, "gemma": options.gemma}
-        if part in needed and needed[part] is None:
-            parser.error(f"part {part} needs --{part}")
+    if "wikitext" in options.parts and options.wikitext is None:
+        parser.error("part wikitext needs --wikitext")
+    if options.models is None and (others := OTHER_MODELS.keys() & set(options.parts)):
+        parser.error(f"{', '.join(sorted(others))} need --models")
     prompts = options.prompts.read_text("utf-8").splitlines()[:64]
     loaded = cache(partial(load_model, dtype="float32", model_class="TransformersModel"))
     for part in options.parts:
-        name, task, lengths, some = "smollm2-135m", load_task("sentiment"), (MIDDLE,), prompts
+        name, task, lengths, some = SMOLLM2, load_task("sentiment"), (MIDDLE,), prompts
         if part == "wording":
             task = task.with_prefix(WORDING)
         if part == "topic":
             task = load_task("topic")
         if part == "full":
             lengths = FULL
+        if part in OTHER_MODELS:
+            name, some = OTHER_MODELS[part], prompts[:32]
         if part == "gemma":
-            name, lengths, some = "gemma", FULL[:2], prompts[:32]
-        model = loaded(options.gemma if part == "gemma" else name)
+            lengths = FULL[:2]
+        if part.startswith("qwen"):
+            some = [f" {prompt}" for prompt in some[:16]]
+        model = loaded(path_of(name, options.models))
         source = next(iter(task.attributes)) if part == "on-policy" else RAW
         texts = written(model, name, task, source, some, options.work, max(lengths) + TOKENS)
         if part in OTHER_FILLERS:
@@ -109,9 +120,9 @@ def written(
 ) -> Texts:
     """The last `tokens` tokens of texts of one length, which are written once.
 
-    All parts of a model without a prefix read the texts of 1,056 tokens (Gemma: of 288).
+    All parts without a prefix read the texts of 1,056 tokens (in other models: of 288).
     """
-    longest = MIDDLE + TOKENS if name == "gemma" or source != RAW else max(FULL) + TOKENS
+    longest = max(FULL) + TOKENS if name == SMOLLM2 and source == RAW else MIDDLE + TOKENS
     of_task = "" if source == RAW else f"-{task.name}"
     file = work / f"texts-{name}-{source}{of_task}.json"
     if not file.exists():

@@ -10,7 +10,7 @@ for task in sentiment topic; do
     [ $task = topic ] && random=2
     lapa2 select smollm2-135m --task $task --prompts steering-selection.txt --score slope --heads 24 --positions auto --tokens 24 \
         --out $out/$task.json
-    lapa2 fading smollm2-135m --task $task --prompts $out/prompts.txt --selection $out/$task.json --random $random \
+    lapa2 fading smollm2-135m --task $task --prompts $out/prompts.txt --card $out/$task.json --random $random \
         --file $out/$task.lines --out $out/$task
     mkdir -p figures/fading/$task
     cp $out/$task/* figures/fading/$task/
@@ -22,7 +22,7 @@ further() {
     shift 2
     head -n "$prompts" steering-prompts.txt > $out/$task-fewer.txt
     lapa2 fading smollm2-135m --task "$task" --filler "$@" --tokens 16 --prompts $out/$task-fewer.txt \
-        --selection $out/$task.json --file $out/$task-1024.lines --out $out/$task-1024
+        --card $out/$task.json --file $out/$task-1024.lines --out $out/$task-1024
     mkdir -p figures/fading/$task-1024
     cp $out/$task-1024/*.csv figures/fading/$task-1024/
 }

@@ -10,11 +10,12 @@ in a table, so that each piece stands alone and can be kept when the texts are g
   on which they were chosen.
 - *layers*: layers.csv, each layer and strength of activation addition, and which layer is chosen.
 - *tune*: strengths.csv, what each strength costs, and the tuned one.
-- *test* and *more*: texts/MODEL.parquet, a row a text, without the text: stage, arm, card, prompt
-  (12 digits of its sha256), attribute, nll (by the model of another family, in nats per token of
-  the continuation), acc hidden (adapter, the prefixes' words hidden), acc (linear), rep (4-grams
-  that the text had before), attention on the prefix in percent, a mean over layers, heads and
-  steps. attention.csv has it by step.
+- *test*, *first-token* and *more*: texts/MODEL.parquet, a row a text, without the text: stage, arm,
+  card, prompt (12 digits of its sha256), attribute, nll (by the model of another family, in nats
+  per token of the continuation), acc hidden (adapter; positive and negative and their inflections
+  hidden), acc (linear), rep (4-grams that the text had before), echo (the continuation has the word
+  of its own prefix), attention on the prefix in percent, a mean over layers, heads and steps.
+  attention.csv has it by step.
 - *compare*: arms.csv and differences.csv from all of texts/ and reader.csv.
 
 The *cost* of an arm is its perplexity as a multiple of that of no bias.
@@ -23,7 +24,8 @@ The *cost* of an arm is its perplexity as a multiple of that of no bias.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 
@@ -33,9 +35,9 @@ import pandas as pd
 from analyses.families.grids import (
     ADDITION,
     ALL,
-    CARDS,
     CHOSEN,
     COST,
+    FIRST_STRENGTHS,
     GEMMA,
     HALF,
     LARGE_QWEN,
@@ -48,6 +50,7 @@ from analyses.families.grids import (
     RANDOM,
     REPEATS,
     SMOLLM2,
+    SPARED,
     next_strengths,
     path_of,
     strengths,
@@ -56,10 +59,13 @@ from analyses.lab.scripts import ScriptOptions
 from analyses.rivals.analyse import digits, judged_nll, score
 from lapa2_interp import Selection
 from lapa2_interp.attention.tables import branch_name, pooled
+from lapa2_interp.errors import DataError
 from lapa2_interp.files import atomic_write, write_text
 from lapa2_interp.generation.cell import Cell
+from lapa2_interp.methods.registry import load_task
 from lapa2_interp.runs.run import Run, load_run
 from lapa2_interp.scoring.equal_perplexity import interpolate_at_perplexity
+from lapa2_interp.scoring.registry import ScorerOptions, score_texts
 from lapa2_interp.scoring.scorer import ScoreCache
 from lapa2_interp.stats import Difference, holm, mean_interval, paired_difference
 from lapa2_interp.table_formats import as_csv, as_text
@@ -78,11 +84,13 @@ FURTHER = (
     (ADDITION, NO_BIAS),
     (HALF, NO_BIAS),
     (RANDOM, NO_BIAS),
+    (SPARED, CHOSEN),
+    (SPARED, NO_BIAS),
 )
+ATTRIBUTES = ("positive", "negative")
 MARGIN = 5.0
 """Points within which two arms are equal."""
 STEPS = (1, 4, 8, 16, 24, 32, 40)
-TEST_PROMPTS = 400
 LENGTH = 64
 """Tokens of a text, those of its prompt included."""
 
@@ -95,7 +103,8 @@ def main() -> None:
         "layers": layers,
         "tune": tune,
         "test": judge_texts,
-        "more": judge_more_texts,
+        "first-token": partial(judge_texts, stage="first-token"),
+        "more": partial(judge_texts, stage="more"),
     }
     parser.add_argument("stage", choices=(*stages, "compare"))
     parser.add_argument("model", choices=MODELS, nargs="?")
@@ -126,7 +135,7 @@ def replace_rows(file: Path, model: str, rows: pd.DataFrame) -> None:
 def cards(model: str, models: Path, out: Path) -> None:
     """Write heads.csv, and cards.csv with what each card was chosen on."""
     rows, of_cards = [], []
-    for card in CARDS:
+    for card in MODELS[model].numbers:
         selection = Selection.load(MADE / model / "cards" / f"{card}.json")
         kinds = ["chosen"] * len(selection.heads) + ["opposing"] * len(selection.suppressors)
         heads = (*selection.heads, *selection.suppressors)
@@ -147,8 +156,9 @@ def arm_of(cell: Cell) -> str:
     """The arm of a cell, without card and strength."""
     if cell.method == "caa":
         return ADDITION
+    arms = (HALF, OPPOSING, SPARED, CHOSEN, RANDOM, ALL)
     return next(
-        (arm for arm in (HALF, OPPOSING, CHOSEN, RANDOM, ALL) if cell.label.startswith(arm)),
+        (arm for arm in arms if cell.label.startswith(arm)),
         "all heads, equal attention" if cell.label.startswith("equal") else NO_BIAS,
     ) + (f", temperature {cell.temperature:g}" if cell.temperature != 1 else "")
 
@@ -172,6 +182,9 @@ def scored_texts(
     if labels:
         with ScoreCache(folder) as cache:
             texts = score(texts, cache)
+            new = texts.assign(text=texts["continuation"])
+            echo = score_texts(new, ["echo"], ScorerOptions(task=load_task("sentiment")), cache)
+            texts["echo"] = 100 * echo["value"].astype(float).to_numpy()
     judge = path_of(MODELS[model].judge, models)
     texts["nll"] = judged_nll(texts, judge, folder / "judge.csv", "bfloat16")["nll"]
     return run, texts
@@ -219,19 +232,14 @@ def tuned_strength(curve: pd.DataFrame) -> float:
     return value_at_cost(curve, "strength")
 
 
-def tune(model: str, models: Path, out: Path) -> None:
-    """Write strengths.csv."""
-    _, texts = scored_texts(model, "tune", models, labels=False)
-    base = texts[texts["arm"] == NO_BIAS]
-    rows = []
-    for arm in MODELS[model].arms:
+def costs(texts: pd.DataFrame, arms: Iterable[str]) -> pd.DataFrame:
+    """What each strength of each arm costs, and the tuned one."""
+    base, rows = texts[texts["arm"] == NO_BIAS], []
+    for arm in arms:
         own = texts[texts["arm"] == arm]
         curve = [{"strength": 0.0, "nll": base["nll"].mean()}]
         for strength, at in own.groupby("strength"):
-            change = paired_difference(
-                base["nll"], base["prompt"], at["nll"], at["prompt"],
-                kinds=(base["attribute"], at["attribute"]),
-            )  # fmt: skip
+            change = difference_of(at, base, "nll")
             ends = {name: np.exp(getattr(change, name)) for name in ("mean", "low", "high")}
             rows.append({"arm": arm, "strength": strength, "cost": ends["mean"]})
             rows[-1] |= {"low": ends["low"], "high": ends["high"], "texts": len(at)}
@@ -240,9 +248,19 @@ def tune(model: str, models: Path, out: Path) -> None:
         if len(curve) > 1:
             tuned = tuned_strength(pd.DataFrame(curve))
             rows.append({"arm": arm, "strength": round(tuned, 4), "tuned": True})
-    replace_rows(out / "strengths.csv", model, pd.DataFrame(rows))
+    return pd.DataFrame(rows)
+
+
+def tune(model: str, models: Path, out: Path) -> None:
+    """Write strengths.csv."""
+    _, texts = scored_texts(model, "tune", models, labels=False)
+    replace_rows(out / "strengths.csv", model, costs(texts, MODELS[model].arms))
     tried = strengths(out, model)
-    left = [arm for arm in MODELS[model].arms if next_strengths(arm, tried)]
+    left = [
+        arm
+        for arm in MODELS[model].arms
+        if next_strengths(FIRST_STRENGTHS[arm], tried[tried["arm"] == arm])
+    ]
     print(f"still to try: {', '.join(left) or 'nothing'}")
 
 
@@ -253,12 +271,12 @@ def judge_texts(model: str, models: Path, out: Path, stage: str = "test") -> Non
     texts["attention"] = np.nanmean(by_step, axis=1)
     texts["prompt"] = list(map(digits, texts["prompt"]))
     card_of = {
-        digits(line): i % len(CARDS) or len(CARDS)
+        digits(line): MODELS[model].card_of(i)
         for i, line in enumerate(Path("bases/families.txt").read_text("utf-8").splitlines())
     }
     texts["card"] = texts["prompt"].map(card_of)
     texts["stage"] = stage
-    columns = ["stage", "arm", "card", "prompt", "attribute", "nll", *METRICS[:2], "rep"]
+    columns = ["stage", "arm", "card", "prompt", "attribute", "nll", *METRICS[:2], "rep", "echo"]
     rows = texts[[*columns, "attention"]]
     file = out / "texts" / f"{model}.parquet"
     if file.exists():
@@ -269,11 +287,6 @@ def judge_texts(model: str, models: Path, out: Path, stage: str = "test") -> Non
     if stage == "test":
         replace_rows(out / "attention.csv", model, attention_by_step(texts, by_step))
     compare(out)
-
-
-def judge_more_texts(model: str, models: Path, out: Path) -> None:
-    """As `judge_texts`, of the stage more."""
-    judge_texts(model, models, out, "more")
 
 
 def prefix_attention(run: Run, texts: pd.DataFrame) -> np.ndarray:
@@ -329,7 +342,7 @@ def arm_rows(texts: pd.DataFrame) -> Iterable[dict]:
         change = difference_of(own, base, "nll")
         cost = {"cost": np.exp(change.mean), "cost_low": np.exp(change.low)}
         cost["cost_high"] = np.exp(change.high)
-        for metric in (*METRICS, "rep", "attention"):
+        for metric in (*METRICS, "rep", "echo", "attention"):
             there = own[own[metric].notna()]
             if len(there):
                 mean = mean_interval(there[metric], there["prompt"])
@@ -348,36 +361,81 @@ def difference_of(steered: pd.DataFrame, compared: pd.DataFrame, metric: str) ->
     )  # fmt: skip
 
 
+def exact_p(steered: pd.DataFrame, compared: pd.DataFrame, metric: str) -> float:
+    """p of the sign-flip test over prompts, by all flips: the probability of a mean difference as
+    large. A sample of flips, as `paired_difference` takes it, does not decide where p is near 0.05.
+
+    Values are 0 or 100, so that differences of prompts are multiples of half a text, and the
+    distribution of their sum is a convolution.
+
+    Raises:
+        DataError: There are other values.
+    """
+    keys = ["prompt", "attribute"]
+    both = steered.set_index(keys)[metric] - compared.set_index(keys)[metric]
+    by_prompt = both.dropna().groupby("prompt").mean() / (100 / len(ATTRIBUTES))
+    if not np.allclose(by_prompt, np.rint(by_prompt)):
+        raise DataError(f"{metric} has values other than 0 and 100, which exact_p cannot flip")
+    sizes = np.abs(np.rint(by_prompt)).astype(int).to_numpy()
+    chances = np.ones(1)
+    for size in sizes[sizes > 0]:
+        wider = np.zeros(len(chances) + 2 * size)
+        wider[: len(chances)] += chances / 2
+        wider[2 * size :] += chances / 2
+        chances = wider
+    sums = np.arange(len(chances)) - sizes.sum()
+    return float(chances[np.abs(sums) >= abs(int(np.rint(by_prompt.sum())))].sum())
+
+
 def differences(texts: pd.DataFrame) -> pd.DataFrame:
     """One arm minus another in every model, with Holm's correction over models, and verdicts where
-    all prompts of the plan are there."""
+    all prompts of the plan are there.
+
+    The first measures are corrected together, each by the first judge of its model. They have
+    verdicts once all models that have both arms are judged.
+    """
     rows = []
     for arm, against in (*FIRST, *FURTHER):
+        tests = []
         for metric in METRICS:
-            tests = []
-            for model, own in texts[texts["stage"] == "test"].groupby("model", sort=False):
+            for model, own in texts.groupby("model", sort=False):
                 steered, compared = (own[own["arm"] == name] for name in (arm, against))
                 if not (steered[metric].notna().any() and compared[metric].notna().any()):
                     continue
                 change = difference_of(steered, compared, metric)
                 ends = {"difference": change.mean, "low": change.low, "high": change.high}
+                first = (arm, against) in FIRST and metric == FIRST_JUDGE[str(model)]
                 tests.append(
                     {"model": model, "metric": metric, "arm": arm, "against": against}
-                    | {"first": (arm, against) in FIRST and metric == FIRST_JUDGE[str(model)]}
-                    | ends
-                    | {"p": change.p, "p_equal": change.p_within(MARGIN)}
+                    | {"first": first, **ends}
+                    | {"p": exact_p(steered, compared, metric)}
+                    | {"p_equal": change.p_within(MARGIN)}
                     | {"prompts": change.clusters}
                 )
-            corrected = holm([row["p"] for row in tests])
-            rows += [row | {"p_holm": p} for row, p in zip(tests, corrected, strict=True)]
+        for family in ("first", *METRICS):
+            of_family = [row for row in tests if family_of(row) == family]
+            planned = sum(against != HALF or ALL in studied.arms for studied in MODELS.values())
+            complete = family != "first" or len(of_family) == planned
+            corrected = holm([row["p"] for row in of_family]) if of_family else []
+            rows += [
+                row | {"p_holm": p, "complete": complete}
+                for row, p in zip(of_family, corrected, strict=True)
+            ]
     table = pd.DataFrame(rows)
     table["verdict"] = [verdict(row) for _, row in table.iterrows()]
-    return table
+    return table.drop(columns="complete")
+
+
+def family_of(test: Mapping[str, object]) -> str:
+    """The tests that are corrected with this one: the first measures, or those of its metric."""
+    return "first" if test["first"] else str(test["metric"])
 
 
 def verdict(row: pd.Series) -> str:
-    """More, less, equal within the margin, or not decided; nothing before all prompts are there."""
-    if row["prompts"] < TEST_PROMPTS:
+    """More, less, equal within the margin, or not decided; nothing before all prompts are there, or
+    before all tests that are corrected together."""
+    studied = MODELS[row["model"]]
+    if row["prompts"] < studied.cards * studied.tested or not row["complete"]:
         return ""
     if row["p_holm"] < 0.05:
         return "more" if row["difference"] > 0 else "less"

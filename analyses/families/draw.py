@@ -48,6 +48,7 @@ def draw(arms: pd.DataFrame) -> Figure:
         cost = of_model.drop_duplicates("arm").set_index("arm")["cost"]
         axes.set_yticks(range(len(names)), [f"{name} ({cost[name]:.2f})" for name in names])
         axes.invert_yaxis()
+        axes.tick_params(labelbottom=True)  # also where no panel stands below
         plain_axes(axes, "texts that have their attribute, %", "")
         axes.set_title(f"{NAMES[model]}: arm (cost)", size=9, loc="left")
     legend_below(figure, [("", axes, arms) for axes in panels[: len(models)]], 3)

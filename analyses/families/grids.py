@@ -4,11 +4,11 @@
 
 writes made/smollm2-135m/layers.toml in the current folder, from which run.sh works. Stages:
 *layers* chooses the layer of activation addition, *tune* the strength of every arm, *test* has the
-texts that are judged, *more* has arms of one model alone. Heads come from the model's five cards,
-which lie in the folder cards beside the grid, and layers and strengths from the tables that
-analyses/families/analyse.py wrote after the stage before. A stage that has nothing left to make
-writes no grid. *cards* writes none either: it prints how many heads a card has, on how many prompts
-they are chosen, and what loads the model.
+texts that are judged, *first-token* and *more* have arms of one model alone. The heads of the
+model's cards, layers and strengths come from the tables that analyses/families/analyse.py wrote
+after the stage before. A stage that has nothing left to make writes no grid. *cards* writes none
+either: it prints how many heads a card has, on how many prompts they are chosen, how many cards
+there are, and what loads the model.
 """
 
 from __future__ import annotations
@@ -17,27 +17,30 @@ import argparse
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import pandas as pd
 
 from analyses.heads.equal_attention import listed
 from analyses.lab import FIGURES
 from analyses.lab.scripts import ScriptOptions
-from lapa2_interp import Selection, load_model
+from lapa2_interp import load_model
 from lapa2_interp.bias.augmentation import Augmentation
 from lapa2_interp.circuits.contrast_set import ContrastSet
+from lapa2_interp.circuits.edits import Heads
 from lapa2_interp.circuits.prefix_attention import alpha_at_prefix_attention, mean_prefix_attention
 from lapa2_interp.circuits.selection import random_heads
 from lapa2_interp.errors import RunError
 from lapa2_interp.files import write_text
 
 OUT = FIGURES / "families"
-STAGES = ("cards", "layers", "tune", "test", "more")
-CARDS = (1, 2, 3, 4, 5)
+STAGES = ("cards", "layers", "tune", "test", "first-token", "more")
 MADE = Path("made")
 """What the stages make: a folder for each model."""
 NO_BIAS, HALF, ALL, CHOSEN = "no bias", "all heads at 1/2", "all heads", "chosen heads"
 RANDOM, OPPOSING, ADDITION = "random heads", "chosen heads, opposing down", "activation addition"
+SPARED = "chosen heads, first token spared"
+"""A bias on all tokens of the prefix but its first."""
 LAYER_STRENGTHS = (1.5, 4.0)
 """Strengths of activation addition by which its layer is chosen."""
 FIRST_STRENGTHS = {
@@ -57,6 +60,13 @@ ROUNDS = 3
 """The rounds of tuning: in the second and third, strengths are doubled or halved."""
 
 
+class Card(NamedTuple):
+    """Chosen heads, and as many that work against the prefix."""
+
+    chosen: Heads
+    opposing: Heads
+
+
 @dataclass(frozen=True)
 class Studied:
     """A model of the study.
@@ -65,9 +75,12 @@ class Studied:
         judge: The model of another family whose perplexity is the cost.
         shape: Layers, and heads of each.
         heads: The number of chosen heads, 9 % of all.
-        layers: Layers that are tried for activation addition: 1/3, 1/2, 2/3 and 5/6 of all.
+        layers: Layers that are tried for activation addition: 1/3, 1/2, 2/3 and 5/6 of all. One
+            alone is taken without a trial.
         arms: Those that are tuned, besides no bias.
         prompts: Prompts on which heads are chosen, for each card.
+        cards: Sets of heads, each chosen on its own prompts.
+        tested: Prompts of the test, for each card.
     """
 
     judge: str
@@ -76,6 +89,17 @@ class Studied:
     layers: tuple[int, ...]
     arms: tuple[str, ...] = (ALL, CHOSEN, RANDOM, OPPOSING, ADDITION)
     prompts: int = 64
+    cards: int = 5
+    tested: int = 80
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """The numbers of the cards, from 1."""
+        return tuple(range(1, self.cards + 1))
+
+    def card_of(self, prompt: int) -> int:
+        """The card of a prompt, by its number in a file."""
+        return prompt % self.cards or self.cards
 
 
 GEMMA, SMOLLM2 = "gemma-3-270m", "smollm2-135m"
@@ -84,7 +108,16 @@ MODELS: Mapping[str, Studied] = {
     SMOLLM2: Studied(GEMMA, (30, 9), 24, (10, 15, 20, 25)),
     QWEN: Studied(GEMMA, (24, 14), 30, (8, 12, 16, 20)),
     GEMMA: Studied(SMOLLM2, (18, 4), 6, (6, 9, 12, 15)),
-    LARGE_QWEN: Studied(GEMMA, (28, 12), 30, (9, 14, 19, 23), (CHOSEN, ADDITION), 32),
+    LARGE_QWEN: Studied(
+        GEMMA,
+        (28, 12),
+        30,
+        (23,),
+        (CHOSEN, ADDITION),
+        32,
+        cards=2,
+        tested=200,
+    ),
 }
 """In the order in which they run."""
 
@@ -100,20 +133,21 @@ def main() -> None:
     path = path_of(options.model, options.models)
     if options.stage == "cards":
         studied = MODELS[options.model]
-        print(studied.heads, studied.prompts, path)
+        print(studied.heads, studied.prompts, studied.cards, path)
         return
-    folder = MADE / options.model
-    cards = {card: Selection.load(folder / "cards" / f"{card}.json") for card in CARDS}
+    cards = cards_of(options.model, options.tables)
     blocks = {
         "layers": lambda: layer_blocks(options.model),
         "tune": lambda: tune_blocks(options.model, cards[1], options.tables),
         "test": lambda: test_blocks(options.model, cards, options.tables),
+        "first-token": lambda: first_token_blocks(options.model, cards, options.tables),
         "more": lambda: more_blocks(options.model, cards, options.tables, path),
     }[options.stage]()
-    file = folder / f"{options.stage}.toml"
+    file = MADE / options.model / f"{options.stage}.toml"
     file.unlink(missing_ok=True)
     if blocks:
-        write_text(file, "\n".join([HEADER.format(stage=options.stage, model=path), *blocks]))
+        header = HEADER.format(stage=options.stage, model=path)
+        write_text(file, "\n".join([header, *blocks]))
 
 
 HEADER = """description = "Three families, four sizes: {stage}"
@@ -127,6 +161,25 @@ eos = "block"
 trace = "pooled"
 max_rows = 80
 """
+
+
+def cards_of(model: str, tables: Path) -> dict[int, Card]:
+    """The cards of a model by their numbers.
+
+    Raises:
+        RunError: The stage `cards` was not analysed.
+    """
+    file = tables / "heads.csv"
+    table = pd.read_csv(file) if file.exists() else pd.DataFrame(columns=["model", "card", "kind"])
+    own = table[table["model"] == model]
+    numbers = MODELS[model].numbers
+    if set(own["card"]) != set(numbers):
+        raise RunError(f"{file} has no heads of {model}; run analyse.py cards {model}")
+    heads = {
+        key: tuple(zip(of_kind["layer"], of_kind["head"], strict=True))
+        for key, of_kind in own.groupby(["card", "kind"], sort=False)
+    }
+    return {card: Card(heads[card, "chosen"], heads[card, "opposing"]) for card in numbers}
 
 
 def path_of(model: str, models: Path) -> str:
@@ -177,33 +230,35 @@ def opening(file: str, n: int, settings: str = "") -> list[str]:
     return ["[[block]]", prompts, *([settings] if settings else [])]
 
 
-def recipe_of(arm: str, card: Selection, strength: float, seed: int) -> str:
+def recipe_of(arm: str, model: str, card: Card, strength: float, seed: int) -> str:
     """The bias of an arm as recipes.
 
     Args:
         seed: Of the draw of random heads.
     """
+    layers, n_heads = MODELS[model].shape
+    every_head = tuple((layer, head) for layer in range(layers) for head in range(n_heads))
     where = {
-        CHOSEN: f"heads={listed(card.heads)},",
-        OPPOSING: f"heads={listed(card.heads)},",
-        RANDOM: f"heads={listed(random_heads(card.heads, every_head(card), seed))},",
+        CHOSEN: f"heads={listed(card.chosen)},",
+        OPPOSING: f"heads={listed(card.chosen)},",
+        SPARED: f"heads={listed(card.chosen)},tokens=1/2,",
+        RANDOM: f"heads={listed(random_heads(card.chosen, every_head, seed))},",
     }.get(arm, "")
     bias = f"lapa2:{where}alpha={strength:.4f}"
     if arm == OPPOSING:
-        bias += f" + lapa2:law=scale,heads={listed(card.suppressors)},alpha={-2 * strength:.4f}"
+        bias += f" + lapa2:law=scale,heads={listed(card.opposing)},alpha={-2 * strength:.4f}"
     return bias
 
 
-def every_head(card: Selection) -> tuple[tuple[int, int], ...]:
-    """All heads of the card's model."""
-    layers, heads = MODELS[Path(card.model).name].shape
-    return tuple((layer, head) for layer in range(layers) for head in range(heads))
-
-
 def layer_blocks(model: str) -> list[str]:
-    """No bias, and activation addition in four layers, on the first eight prompts of each card."""
+    """No bias, and activation addition in four layers, on the first eight prompts of each card;
+    none where one layer alone is tried."""
+    if len(MODELS[model].layers) == 1:
+        return []
     texts = [
-        line for card in CARDS for line in selection_file(card).read_text("utf-8").splitlines()[:8]
+        line
+        for card in MODELS[model].numbers
+        for line in selection_file(card).read_text("utf-8").splitlines()[:8]
     ]
     file = Path("bases/families-layers.txt")
     write_text(file, "".join(f"{line}\n" for line in texts))
@@ -219,17 +274,17 @@ def selection_file(card: int) -> Path:
     return Path(f"bases/families-select-{card}.txt")
 
 
-def tune_blocks(model: str, card: Selection, tables: Path) -> list[str]:
+def tune_blocks(model: str, card: Card, tables: Path) -> list[str]:
     """The strengths that are tried next, with the first card; none where all arms are tuned."""
     file = "bases/families-tune.txt"
     tried = strengths(tables, model)
     arms, added = {}, []
     for arm in MODELS[model].arms:
-        for strength in next_strengths(arm, tried):
+        for strength in next_strengths(FIRST_STRENGTHS[arm], tried[tried["arm"] == arm]):
             if arm == ADDITION:
                 added.append((chosen_layer(tables, model), strength))
             else:
-                arms[f"{arm} {strength:g}"] = recipe_of(arm, card, strength, seed=1)
+                arms[f"{arm} {strength:g}"] = recipe_of(arm, model, card, strength, seed=1)
     if not tried.empty and not arms and not added:
         return []
     blocks = [block(file, 60, {NO_BIAS: "none", **arms})]
@@ -247,14 +302,14 @@ def strengths(tables: Path, model: str) -> pd.DataFrame:
     return table[table["model"] == model]
 
 
-def next_strengths(arm: str, tried: pd.DataFrame) -> tuple[float, ...]:
-    """The strengths of an arm to try next: the first ones, then twice the largest where no cost
-    reaches the wanted one, or half of the smallest where that costs far too much. None is tried
-    above one at which texts repeat themselves."""
-    own = tried[(tried["arm"] == arm) & ~tried["tuned"].astype(bool)].sort_values("strength")
+def next_strengths(first: tuple[float, ...], tried: pd.DataFrame) -> tuple[float, ...]:
+    """The strengths of an arm to try next, by those that were tried: the first ones, then twice the
+    largest where no cost reaches the wanted one, or half of the smallest where that costs far too
+    much. None is tried above one at which texts repeat themselves."""
+    own = tried[~tried["tuned"].astype(bool)].sort_values("strength")
     if own.empty:
-        return FIRST_STRENGTHS[arm]
-    if len(own) >= len(FIRST_STRENGTHS[arm]) + ROUNDS - 1:
+        return first
+    if len(own) >= len(first) + ROUNDS - 1:
         return ()
     if own["cost"].max() < COST:
         repeats = own["cost"].iloc[-1] < REPEATS * own["cost"].max()
@@ -270,6 +325,8 @@ def chosen_layer(tables: Path, model: str) -> int:
     Raises:
         RunError: The stage `layers` was not analysed.
     """
+    if len(MODELS[model].layers) == 1:
+        return MODELS[model].layers[0]
     file = tables / "layers.csv"
     table = pd.read_csv(file) if file.exists() else pd.DataFrame(columns=["model", "chosen"])
     own = table[(table["model"] == model) & table["chosen"].astype(bool)]
@@ -291,49 +348,63 @@ def tuned_strengths(tables: Path, model: str) -> dict[str, float]:
     return own
 
 
-def test_blocks(model: str, cards: Mapping[int, Selection], tables: Path) -> list[str]:
+def test_blocks(model: str, cards: Mapping[int, Card], tables: Path) -> list[str]:
     """All arms, a block for each card: prompt i takes card i mod 5."""
     own, layer = tuned_strengths(tables, model), chosen_layer(tables, model)
     blocks = []
-    for card, selection in cards.items():
+    for card, heads in cards.items():
         arms = {NO_BIAS: "none"}
         if ALL in own:
             arms[HALF] = "lapa2:alpha=0.5"
         for arm in MODELS[model].arms:
             if arm != ADDITION:
                 name = arm if arm == ALL else f"{arm} {card}"
-                arms[name] = recipe_of(arm, selection, own[arm], seed=card)
-        file, n = card_prompts(card)
+                arms[name] = recipe_of(arm, model, heads, own[arm], seed=card)
+        file, n = card_prompts(model, card)
         blocks.append(block(file, n, arms))
         texts = str(selection_file(card))
         blocks.append(addition_block(file, n, texts, [(layer, round(own[ADDITION], 4))]))
     return blocks
 
 
-def card_prompts(card: int) -> tuple[str, int]:
-    """The file of the test prompts that take a card, and their number."""
-    lines = Path("bases/families.txt").read_text("utf-8").splitlines()
-    taken = [line for i, line in enumerate(lines) if i % len(CARDS) == card % len(CARDS)]
-    file = Path(f"bases/families-{card}.txt")
+def card_prompts(model: str, card: int) -> tuple[str, int]:
+    """The file of the test prompts that take a card, and how many are tested."""
+    studied, lines = MODELS[model], Path("bases/families.txt").read_text("utf-8").splitlines()
+    taken = [line for i, line in enumerate(lines) if studied.card_of(i) == card]
+    file = MADE / model / f"prompts-{card}.txt"
     write_text(file, "".join(f"{line}\n" for line in taken))
-    return str(file), len(taken)
+    return str(file), studied.tested
 
 
-def more_blocks(model: str, cards: Mapping[int, Selection], tables: Path, place: str) -> list[str]:
+def first_token_blocks(model: str, cards: Mapping[int, Card], tables: Path) -> list[str]:
+    """In the small Qwen: the chosen heads, without a bias on the first token of all."""
+    if model != QWEN:
+        return []
+    alpha = tuned_strengths(tables, model)[CHOSEN]
+    return [
+        block(
+            *card_prompts(model, card),
+            {f"{SPARED} {card}": recipe_of(SPARED, model, heads, alpha, seed=card)},
+        )
+        for card, heads in cards.items()
+    ]
+
+
+def more_blocks(model: str, cards: Mapping[int, Card], tables: Path, place: str) -> list[str]:
     """In the small Qwen: temperature 0.8 without and with the chosen heads; and all heads with as
     much attention on the prefix as the chosen ones give it."""
     if model != QWEN:
         return []
     own, blocks = tuned_strengths(tables, model), []
     loaded = load_model(place, model_class="TransformersModel")
-    for card, selection in cards.items():
-        file, n = card_prompts(card)
+    for card, heads in cards.items():
+        file, n = card_prompts(model, card)
         chosen = f"{CHOSEN} {card}"
-        bias = recipe_of(CHOSEN, selection, own[CHOSEN], seed=card)
+        bias = recipe_of(CHOSEN, model, heads, own[CHOSEN], seed=card)
         blocks.append(block(file, n, {NO_BIAS: "none", chosen: bias}, "temperature = 0.8"))
         prompts = selection_file(card).read_text("utf-8").splitlines()[:8]
         texts = ContrastSet.of(loaded, "sentiment", prompts=prompts, tokens=48, seed=2)
-        rule = Augmentation(alpha=own[CHOSEN], heads=selection.heads)
+        rule = Augmentation(alpha=own[CHOSEN], heads=heads.chosen)
         goal = mean_prefix_attention(loaded, texts, rule)
         alpha = alpha_at_prefix_attention(loaded, texts, goal, Augmentation(alpha=1))
         blocks.append(block(file, n, {f"equal attention {card}": f"lapa2:alpha={alpha:.4f}"}))

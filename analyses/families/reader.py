@@ -16,6 +16,7 @@ the prefixes and their inflections are hidden ("..."). Texts of a Qwen are refus
 from __future__ import annotations
 
 import argparse
+import copy
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -128,28 +129,49 @@ def label(network, tokenizer, model: str, out: Path) -> None:
 
 @torch.inference_mode()
 def asked(network, tokenizer, question: str, texts: Sequence[str]) -> np.ndarray:
-    """The likelier answer about each text, of `ANSWERS`, by the first token of each."""
+    """The likelier answer about each text, of `ANSWERS`, by the first token of each.
+
+    What stands before the texts is the same in all chats, and is read once.
+    """
     first = [tokenizer(answer, add_special_tokens=False).input_ids[0] for answer in ANSWERS]
     answers = np.empty(len(texts), object)
     order = sorted(range(len(texts)), key=lambda i: len(texts[i]))
-    tokenizer.padding_side = "left"
+    ids = [
+        tokenizer.apply_chat_template(
+            [{"role": "user", "content": f"{question}\n\nText: {text}"}],
+            add_generation_prompt=True,
+            return_dict=False,
+        )
+        for text in texts
+    ]
+    n_shared = shared_tokens(ids)
+    shared = network(torch.tensor([ids[0][:n_shared]]), use_cache=True).past_key_values
     with progress_bar(len(order), "the reader", "text") as bar:
         for start in range(0, len(order), ROWS):
             rows = order[start : start + ROWS]
-            chats = [
-                tokenizer.apply_chat_template(
-                    [{"role": "user", "content": f"{question}\n\nText: {texts[i]}"}],
-                    tokenize=False,
-                    add_generation_prompt=True,
-                )
-                for i in rows
-            ]
-            batch = tokenizer(chats, padding=True, add_special_tokens=False, return_tensors="pt")
-            logits = network(**batch, logits_to_keep=1).logits[:, -1, first]
+            width = max(len(ids[i]) for i in rows) - n_shared
+            pads = torch.tensor([[n_shared + width - len(ids[i])] for i in rows])
+            own = [[0] * int(pad) + ids[i][n_shared:] for i, pad in zip(rows, pads, strict=True)]
+            live = torch.arange(width) >= pads  # row query
+            cache = copy.deepcopy(shared)
+            cache.batch_repeat_interleave(len(rows))
+            logits = network(
+                torch.tensor(own),
+                attention_mask=torch.cat([live.new_ones(len(rows), n_shared), live], dim=1).long(),
+                position_ids=n_shared + (torch.arange(width) - pads).clamp(min=0),
+                past_key_values=cache,
+                logits_to_keep=1,
+            ).logits[:, -1, first]
             for i, answer in zip(rows, logits.argmax(1).tolist(), strict=True):
                 answers[i] = ANSWERS[answer]
             bar.update(len(rows))
     return answers
+
+
+def shared_tokens(ids: Sequence[Sequence[int]]) -> int:
+    """The number of tokens with which all lists begin, at most all but one of the shortest."""
+    most = min(map(len, ids)) - 1
+    return next((n for n in range(most) if len({row[n] for row in ids}) > 1), most)
 
 
 if __name__ == "__main__":

@@ -3,16 +3,16 @@
 # `make models`. Repeat it after a stop, and it resumes; tables go to figures/families.
 #
 #     analyses/families/run.sh FOLDER smollm2-135m
-#     analyses/families/run.sh FOLDER qwen2.5-coder-0.5b-instruct more    # one stage, after the others
+#     analyses/families/run.sh FOLDER qwen2.5-coder-0.5b-instruct first-token more    # its own stages, after the others
 #     python analyses/families/reader.py agree --models FOLDER    # once; then, for each of smollm2-135m and gemma-3-270m
 #     python analyses/families/reader.py label smollm2-135m --models FOLDER; python analyses/families/analyse.py compare
 set -euo pipefail
 models=$(realpath "$1")
 model=$2
 here=$(dirname "$(realpath "$0")")
-read -r heads prompts place <<< "$(python "$here/grids.py" cards "$model" --models "$models")"
+read -r heads prompts cards place <<< "$(python "$here/grids.py" cards "$model" --models "$models")"
 mkdir -p "made/$model/cards"
-for card in 1 2 3 4 5; do
+for card in $(seq "$cards"); do
     file=made/$model/cards/$card.json
     [ -f "$file" ] && continue
     head -n "$prompts" "bases/families-select-$card.txt" > "made/$model/cards/$card.txt"

@@ -263,13 +263,16 @@ def judged_nll(texts: pd.DataFrame, model: str, file: Path, dtype: str = "float3
         if name not in known
     }
     order = sorted(rows, key=lambda name: len(rows[name][0]) + len(rows[name][1]))
+    n_short = sum(_is_short(rows[name]) for name in order)
+    batches = [order[first : min(first + 16, n_short)] for first in range(0, n_short, 16)]
+    # The logits of long texts fill the memory.
+    batches += [order[first : first + 4] for first in range(n_short, len(order), 4)]
     with progress_bar(len(order), "perplexity", "text") as bar:
-        for first in range(0, len(order), 16):
-            batch = order[first : first + 16]
+        for i, batch in enumerate(batches):
             means = _nll_of([rows[name] for name in batch], network, tokenizer)
             known |= dict(zip(batch, means, strict=True))
             bar.update(len(batch))
-            if first % 1024 == 0 or first + 16 >= len(order):
+            if i % 64 == 0 or i == len(batches) - 1:
                 table = pd.Series(known, name="nll").rename_axis("text").reset_index()
                 write_text(file, as_csv(table, 8))
     pairs = zip(texts["prompt"], texts["continuation"], strict=True)
@@ -278,6 +281,11 @@ def judged_nll(texts: pd.DataFrame, model: str, file: Path, dtype: str = "float3
     characters = texts["continuation"].str.len().replace(0, np.nan)
     judged["bits"] = judged["nll"] * tokens / characters / np.log(2)
     return judged
+
+
+def _is_short(pair: tuple[str, str]) -> bool:
+    """A prompt and its continuation have 150 tokens or so at most."""
+    return sum(map(len, pair)) < 600
 
 
 def _encoded(prompt: str, new: str, tokenizer) -> tuple[list[int], int]:

@@ -1,5 +1,6 @@
-"""The prompts of the grids of analyses/steering, analyses/bases and analyses/families, and of
-`analyses/undecided/run.sh`: the paper's 35, and neutral ones of DExperts (OpenWebText).
+"""The prompts of the grids of analyses/steering, analyses/bases, analyses/families and
+analyses/learned, and of `analyses/undecided/run.sh`: the paper's 35, and neutral ones of DExperts
+(OpenWebText).
 
     python analyses/tools/steering_prompts.py dexperts_owt_sentiment_10k.jsonl.xz
 

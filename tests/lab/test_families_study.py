@@ -10,12 +10,18 @@ import pytest
 import torch
 from plain_forward import Size, llama, turn
 
-from analyses.families import analyse, grids, near
-from lapa2_interp import Layout, Selection, augmented, load_model
+from analyses.families import analyse, findings, grids, near, reader
+from lapa2_interp import Augmentation, Layout, Selection, augmented, load_model
 from lapa2_interp.attention.cache import new_rows
 from lapa2_interp.bias.layout import left_pad
+from lapa2_interp.circuits.contrast_set import ContrastSet
+from lapa2_interp.circuits.control import control_score
+from lapa2_interp.circuits.fade_account import STATES, shares
+from lapa2_interp.errors import DataError
 from lapa2_interp.models.facts import facts_of
+from lapa2_interp.models.load import load_transformers
 from lapa2_interp.runs.grid import load_grid
+from lapa2_interp.stats import holm
 
 HEADS = tuple((layer, layer % 9) for layer in range(24))
 OPPOSING = tuple((layer, (layer + 1) % 9) for layer in range(24))
@@ -37,10 +43,11 @@ def work(tmp_path, monkeypatch):
     cards = tmp_path / "made" / grids.SMOLLM2 / "cards"
     cards.mkdir(parents=True)
     (tmp_path / "bases").mkdir()
-    for i in grids.CARDS:
+    for i in grids.MODELS[grids.SMOLLM2].numbers:
         prompts = tuple(f"Card {i} has prompt {j}" for j in range(64))
         grids.selection_file(i).write_text("\n".join(prompts) + "\n")
         card(prompts).save(cards / f"{i}.json")
+    analyse.cards(grids.SMOLLM2, tmp_path, tmp_path)
     for name, n in (("families-tune", 60), ("families", 400)):
         lines = "".join(f"The {name} prompt {i}\n" for i in range(n))
         Path(f"bases/{name}.txt").write_text(lines)
@@ -115,6 +122,18 @@ def test_tuning_first_tries_two_strengths_of_each_arm(work, monkeypatch):
     }
 
 
+def test_the_first_token_is_spared_in_qwen_alone(work, monkeypatch):
+    cards = grids.cards_of(grids.SMOLLM2, work)
+    assert grids.first_token_blocks(grids.SMOLLM2, cards, work) == []
+    monkeypatch.setattr(grids, "QWEN", grids.SMOLLM2)
+    cells = made(monkeypatch, "first-token", work).cells
+    assert len(cells) == 2 * len(cards)
+    for cell in cells:
+        (bias,) = cell.active_augmentations
+        assert (bias.span, bias.alpha, bias.heads) == (("prefix", (1, 2)), 1.3, HEADS)
+        assert analyse.arm_of(cell) == grids.SPARED
+
+
 @pytest.mark.parametrize(
     ("costs", "following"),
     [
@@ -132,7 +151,7 @@ def test_a_strength_is_doubled_or_halved_until_the_cost_lies_between(costs, foll
     tried = pd.DataFrame(
         {"arm": grids.CHOSEN, "strength": list(costs), "cost": list(costs.values()), "tuned": False}
     )
-    assert grids.next_strengths(grids.CHOSEN, tried) == following
+    assert grids.next_strengths((1.0, 2.5), tried) == following
 
 
 def test_a_tuned_strength_is_interpolated_in_the_logarithm_of_the_cost():
@@ -150,18 +169,22 @@ def test_a_tuned_strength_is_interpolated_in_the_logarithm_of_the_cost():
 
 
 @pytest.mark.parametrize(
-    ("change", "p", "p_equal", "prompts", "said"),
+    ("model", "change", "p", "p_equal", "prompts", "said"),
     [
-        (6.0, 0.01, 0.7, 400, "more"),
-        (-6.0, 0.01, 0.7, 400, "less"),
-        (1.0, 0.6, 0.04, 400, "equal within 5 points"),
-        (4.0, 0.06, 0.4, 400, "not decided"),
-        (6.0, 0.01, 0.7, 320, ""),
+        (grids.GEMMA, 6.0, 0.01, 0.7, 400, "more"),
+        (grids.GEMMA, -6.0, 0.01, 0.7, 400, "less"),
+        (grids.GEMMA, 1.0, 0.6, 0.04, 400, "equal within 5 points"),
+        (grids.GEMMA, 4.0, 0.06, 0.4, 400, "not decided"),
+        (grids.GEMMA, 6.0, 0.01, 0.7, 320, ""),
+        (grids.LARGE_QWEN, 6.0, 0.01, 0.7, 400, "more"),
+        (grids.LARGE_QWEN, 6.0, 0.01, 0.7, 200, ""),
     ],
 )
-def test_a_verdict_needs_all_prompts(change, p, p_equal, prompts, said):
-    row = {"difference": change, "p_holm": p, "p_equal": p_equal, "prompts": prompts}
-    assert analyse.verdict(pd.Series(row)) == said
+def test_a_verdict_needs_all_prompts(model, change, p, p_equal, prompts, said):
+    row = {"model": model, "difference": change, "p_holm": p, "p_equal": p_equal}
+    row |= {"prompts": prompts}
+    assert analyse.verdict(pd.Series(row | {"complete": True})) == said
+    assert analyse.verdict(pd.Series(row | {"complete": False})) == ""
 
 
 def labelled(model, arms, rng):
@@ -192,7 +215,14 @@ def test_the_first_measures_are_tested_over_models_by_the_judge_of_each():
     first = table[table["first"]]
     assert len(first) == 4
     assert set(first["metric"]) == {"acc hidden"}
-    assert set(first["verdict"]) == {"more"}
+    assert set(first["verdict"]) == {""}, "two models are not judged yet"
+    read = pd.concat([labelled(name, shares, rng) for name in (grids.SMOLLM2, grids.GEMMA)])
+    read["reader"] = read["acc hidden"]
+    of_all = analyse.differences(pd.concat([texts, read]))
+    by_measure = of_all[of_all["first"] & (of_all["against"] == grids.ADDITION)]
+    assert dict(zip(by_measure["model"], by_measure["metric"], strict=True)) == analyse.FIRST_JUDGE
+    assert set(by_measure["verdict"]) == {"more"}
+    np.testing.assert_allclose(by_measure["p_holm"], holm(by_measure["p"].to_numpy()))
     raw, corrected = first["p"].to_numpy(), first["p_holm"].to_numpy()
     assert (corrected >= 2 * raw.min() - 1e-12).all(), "two models each"
     own = texts[texts["model"] == grids.QWEN].set_index("arm")["acc hidden"]
@@ -262,3 +292,97 @@ def test_keys_that_stay_near_have_the_scores_of_a_smaller_distance(kept):
     moved = (logits - usual).abs().amax(2)
     assert (moved[:, :NEAR] == 0).all(), "nothing moves before the prompt is that far away"
     assert (moved[:, NEAR:] > 1e-3).all()
+
+
+def test_forced_texts_have_the_control_of_a_pass_over_all_tokens():
+    model = load_model("planted", model_class="TransformersModel")
+    texts = ContrastSet.of(model, "sentiment", prompts=["The lake", "A road that is"], tokens=6)
+    rules = [Augmentation(alpha=0.5), Augmentation(alpha=2.0)]
+    values = near.forced_values(model, texts, rules)
+    for i, rule in enumerate(rules):
+        wanted = control_score(model, texts, metrics=("lex", "js"), augmentation=rule)
+        for measure in ("lex", "js"):
+            np.testing.assert_allclose(
+                values[measure][i], wanted.values[measure][i], rtol=1e-3, atol=1e-5
+            )
+    layout, text = texts.examples[0].layouts[0], texts.examples[0].text
+    with torch.no_grad(), augmented(model, rules[0], layout):
+        logits = facts_of(model).network(torch.tensor([[*layout.ids, *text]])).logits[0]
+    log_probs = logits[len(layout) - 1 : -1].log_softmax(1)
+    nll = -log_probs[torch.arange(6), torch.tensor(text)]
+    np.testing.assert_allclose(values["nll"][0], nll, rtol=1e-3)
+
+
+# --- one table of findings
+
+
+def test_the_share_of_distance_is_that_of_the_account():
+    rng = np.random.default_rng(3)
+    by_state = {name: rng.uniform(1, 2, 9) + (name == "near") for name in STATES}
+    taken, fade = findings.distance_and_fade(pd.DataFrame(by_state))
+    wanted = next(row["share"] for row in shares(by_state) if row["name"] == "distance")
+    assert taken.sum() / fade.sum() == pytest.approx(wanted)
+
+
+def test_a_finding_takes_the_first_judge_that_read_both_arms():
+    def row(metric, difference, verdict):
+        names = {"model": grids.SMOLLM2, "arm": grids.CHOSEN, "against": grids.HALF}
+        ends = {"difference": difference, "low": difference - 1, "high": difference + 1}
+        return names | ends | {"metric": metric, "verdict": verdict}
+
+    arms = pd.DataFrame({"model": grids.SMOLLM2, "arm": [grids.CHOSEN, grids.HALF],
+                         "stage": "test", "cost": [1.3, 1.1]})  # fmt: skip
+    rows = [row("acc hidden", 9.0, "more"), row("acc (linear)", -8.0, "less")]
+    for judged, number, verdict in (
+        (rows, -8.0, "opposite"),  # `adapter` is not independent there
+        ([*rows, row("reader", 7.0, "more")], 7.0, "holds"),
+    ):
+        (said,) = findings.of_texts(pd.DataFrame(judged), arms)
+        assert (said["number"], said["verdict"], said["cost"]) == (number, verdict, 1.3)
+
+
+# --- the reader
+
+
+def test_the_reader_answers_as_if_it_read_every_chat_alone(monkeypatch):
+    network, tokenizer, _ = load_transformers("tiny-llama", "float64")
+    monkeypatch.setattr(reader, "ROWS", 3)
+    monkeypatch.setattr(
+        tokenizer, "chat_template",
+        "{% for m in messages %}<user>{{ m.content }}</user>{% endfor %}<answer>",
+    )  # fmt: skip
+    rng = np.random.default_rng(0)
+    words = ["lake", "road", "a", "is", "good", "very", "bad", "horse"]
+    texts = [" ".join(rng.choice(words, n)) for n in (1, 9, 4, 2, 7, 3, 5, 1)]
+    answers = reader.asked(network, tokenizer, "Is this text good?", texts)
+    first = [tokenizer(word, add_special_tokens=False).input_ids[0] for word in reader.ANSWERS]
+    for text, answer in zip(texts, answers, strict=True):
+        chat = [{"role": "user", "content": f"Is this text good?\n\nText: {text}"}]
+        ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
+        with torch.no_grad():
+            logits = network(torch.tensor([ids])).logits[0, -1, first]
+        assert answer == reader.ANSWERS[int(logits.argmax())]
+    assert len(set(answers)) == 2, "both answers occur"
+
+
+def test_shared_tokens_end_where_lists_differ():
+    assert reader.shared_tokens([[1, 2, 3, 4], [1, 2, 5, 4]]) == 2
+    assert reader.shared_tokens([[1, 2, 3], [1, 2, 3, 4]]) == 2, "each keeps a token of its own"
+
+
+def test_the_exact_p_is_that_of_all_flips():
+    rng = np.random.default_rng(5)
+    rows = [(f"p{i}", kind) for i in range(9) for kind in analyse.ATTRIBUTES]
+    arms = [
+        pd.DataFrame(rows, columns=["prompt", "attribute"]).assign(
+            judged=rng.choice([0.0, 100.0], len(rows), p=[1 - share, share])
+        )
+        for share in (0.8, 0.3)
+    ]
+    change = (arms[0]["judged"] - arms[1]["judged"]).to_numpy().reshape(9, 2).mean(axis=1)
+    flips = np.array(np.meshgrid(*[[-1, 1]] * 9)).reshape(9, -1)
+    as_large = np.abs(change @ flips) >= abs(change.sum()) - 1e-9
+    assert analyse.exact_p(*arms, "judged") == pytest.approx(as_large.mean())
+    assert analyse.exact_p(arms[0], arms[0], "judged") == 1
+    with pytest.raises(DataError, match="other than 0 and 100"):
+        analyse.exact_p(arms[0].assign(judged=rng.uniform(0, 100, len(rows))), arms[1], "judged")
