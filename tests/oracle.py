@@ -106,15 +106,14 @@ def oracle_logits(model, layout, tokens, augmentation=None, heads=None, prefix=N
     """Logits after each generated token, and every layer's pattern, from one full pass without
     decoding or padding.
 
-    `heads`: the (layer, head) pairs the bias reaches; all by default. `prefix`: a soft prefix in
-        front.
+    `heads`: the (layer, head) pairs the bias reaches, or a strength by pair; all by default.
+    `prefix`: a soft prefix in front.
     """
     ids = torch.tensor([[*layout.ids, *tokens]])
     slots = 0 if prefix is None else len(prefix)
     n_layers, n_heads = model.cfg.n_layers, model.cfg.n_heads
-    reach = (
-        {(i, j) for i in range(n_layers) for j in range(n_heads)} if heads is None else set(heads)
-    )
+    pairs = [(i, j) for i in range(n_layers) for j in range(n_heads)] if heads is None else heads
+    reach = pairs if isinstance(pairs, dict) else dict.fromkeys(pairs, 1.0)
     patterns, bias = {}, None
     if augmentation is not None:
         bias = torch.tensor(
@@ -140,7 +139,7 @@ def oracle_logits(model, layout, tokens, augmentation=None, heads=None, prefix=N
         scores = scores.clone()
         for head in range(n_heads):
             if bias is not None and (layer, head) in reach:
-                scores[0, head] += bias.to(scores.dtype)
+                scores[0, head] += reach[layer, head] * bias.to(scores.dtype)
         return scores
 
     def keep(pattern, hook, layer):

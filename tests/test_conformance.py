@@ -31,7 +31,7 @@ from lapa2_interp.attention.continued_rows import continued_rows
 from lapa2_interp.attention.recorder import Recorder
 from lapa2_interp.attention.static_rows import WARM_UP
 from lapa2_interp.attention.trace import sums_in
-from lapa2_interp.bias.augmentation import active_augmentations
+from lapa2_interp.bias.augmentation import LAWS_BY_STRENGTH, active_augmentations
 from lapa2_interp.bias.layout import left_pad
 from lapa2_interp.bias.padded_rows import PaddedRows
 from lapa2_interp.bias.recipes import recipe
@@ -64,6 +64,9 @@ RULES = {
     "two": (Augmentation(alpha=0.5), Augmentation(alpha=0.5, law="cut", span="bos")),
     "PASTA": recipe("pasta", alpha=0.1, heads=((0, 1),)),
     "multiply": Augmentation(alpha=0.5, law="multiply", span="all", phase="after_span"),
+    "strengths": Augmentation(
+        alpha=0.8, strengths=((0, 1, 1.5), (1, 0, -2.0), (2, 3, 0.25), (3, 0, 1.0))
+    ),
 }
 UNKNOWN_TO_THE_ORACLE = ("cut", "target", "ratio", "two", "PASTA", "multiply")
 POOLED = "ratio"
@@ -344,10 +347,12 @@ def transformers_texts(model: str, texts: str):
 CLASS_OF = {case.model: case.kind for case in CASES}
 
 
-def heads_of(subject: Subject) -> list[tuple[int, int]] | None:
-    """The layers and heads that a rule reaches."""
+def heads_of(subject: Subject) -> list[tuple[int, int]] | dict[tuple[int, int], float] | None:
+    """The layers and heads that a rule reaches, or their strengths."""
     if subject.rule is None:
         return None
+    if subject.rule.strengths is not None:
+        return {(layer, head): strength for layer, head, strength in subject.rule.strengths}
     mask = subject.rule.head_mask(subject.model.cfg.n_layers, subject.model.cfg.n_heads)
     return [(int(layer), int(head)) for layer, head in np.argwhere(np.asarray(mask))]
 
@@ -365,6 +370,45 @@ def one_pass_is_the_oracle(subject: Subject) -> Compared:
     if rule is not None:
         assert (subject.alone[0] - subject.one_pass(0, None)).abs().max() > 1e-3, "the bias acts"
     return Compared(subject.alone, torch.stack(wanted), 1e-9)
+
+
+ESTIMATED_GRADIENT = ("PhiMoE",)
+"""Families whose own backward pass is an estimate: SparseMixer, in its router."""
+
+
+@law(
+    lambda case: (
+        is_exact(case)
+        and case.texts == "hard"
+        and case.rule in LAWS_BY_STRENGTH
+        and case.model not in ESTIMATED_GRADIENT
+    )
+)
+def gradients_of_strengths_are_finite_differences(subject: Subject) -> Compared:
+    """Along a random direction, of a random sum of the last logits; by one pass with a gradient,
+    and by two passes with strengths that are values."""
+    model, layout, ids = subject.model, subject.layouts[0], subject.ids(0)
+    rng, size = torch.Generator().manual_seed(2), (model.cfg.n_layers, model.cfg.n_heads)
+    strengths, direction = torch.randn(2, *size, generator=rng, dtype=torch.float64)
+    weights = torch.randn(model.cfg.d_vocab, generator=rng, dtype=torch.float64)
+    attends = facts_of(model).attention_layers
+
+    def value(rule: Augmentation, strengths: torch.Tensor | None = None) -> torch.Tensor:
+        with augmented(model, rule, layout, strengths=strengths):
+            return model(ids)[0, -1].double() @ weights
+
+    leaf = strengths.clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(value(subject.rule, leaf), leaf)
+    # Norms compute in float32, so that only large steps tell; four points make up for their size.
+    step, slope = 0.02, 0.0
+    for times, share in ((-2, 1 / 12), (-1, -2 / 3), (1, 2 / 3), (2, -1 / 12)):
+        moved = strengths + times * step * direction
+        entries = [(i, j, float(moved[i, j])) for i in attends for j in range(size[1])]
+        with torch.no_grad():
+            at = value(subject.rule.model_copy(update={"strengths": tuple(entries)}))
+        slope += share * float(at) / step
+    assert abs(slope) > 1e-2, "the strengths act"
+    return Compared((gradient * direction).sum(), slope, 5e-3 * max(1.0, abs(slope)))
 
 
 def other_class(case: Case) -> str:

@@ -460,12 +460,12 @@ def stronger(real):
 
 
 def all_but_one_head(real):
-    def head_mask(*size):
-        mask = real(*size).copy()
-        mask[-1, -1] = False
-        return mask
+    def head_strengths(*size):
+        strengths = real(*size).copy()
+        strengths[-1, -1] = 0
+        return strengths
 
-    return head_mask
+    return head_strengths
 
 
 ERRORS = [
@@ -474,7 +474,7 @@ ERRORS = [
     (Layout, "spans", one_key_later),
     (Layout, "acts", not_the_first_step),
     (Augmentation, "bias", stronger),
-    (Augmentation, "head_mask", all_but_one_head),
+    (Augmentation, "head_strengths", all_but_one_head),
 ]
 
 

@@ -72,7 +72,7 @@ SWEEPS = SWEEP.replace("{out}", "{home}/run")
 TRAINS = LINES["prefix train"].replace("{out}", "{home}/out")
 CHECKS = "score {home}/reviews.jsonl --attribute positive --scorers accuracy={home}/scorer/sentiment.npz --cache {home}/cache"
 SELECTS = (
-    "generate --model planted --attribute positive --alpha 1 --selection {home}/selection.json "
+    "generate --model planted --attribute positive --alpha 1 --card {home}/card.json "
     "--length 20 --device cpu --out {home}/steered"
 )
 EVALUATES = LINES["prefix evaluate"]
@@ -84,7 +84,7 @@ KINDS = {
     "a soft prefix": Stored("set/positive.safetensors", EVALUATES, None, (TRUNCATED, BIT, EMPTY)),
     "a scorer's card": Stored("scorer/sentiment.json", CHECKS),
     "a scorer's weights": Stored("scorer/sentiment.npz", CHECKS),
-    "a selection": Stored("selection.json", SELECTS),
+    "a selection": Stored("card.json", SELECTS),
     "a model's config": Stored("model/config.json", "probe {home}/model"),
     "a model's weights": Stored("model/model.safetensors", "probe {home}/model", None, NOT_A_BIT),
     "a training's checkpoint": Stored(
@@ -99,7 +99,7 @@ def furnished(tmp_path_factory):
     folder = furnish(tmp_path_factory.mktemp("home"))
     log, training, shots = folder / "log", folder.with_name("training"), folder.with_name("shots")
     done(f"scorers train --task sentiment --data {folder}/reviews.jsonl --out {folder}/scorer", log)
-    done(f"select planted --score mass --heads 2 --tokens 2 --device cpu --out {folder}/selection.json", log)  # fmt: skip
+    done(f"select planted --score mass --heads 2 --tokens 2 --device cpu --out {folder}/card.json", log)  # fmt: skip
     network, tokenizer, _ = load_transformers("tiny-llama")
     for part in (network, tokenizer):
         part.save_pretrained(folder / "model")

@@ -19,7 +19,7 @@ VALUES = (
     "--", "-", "--out", "*", "sentiment", "positive", "\ud800",
 )  # fmt: skip
 OPTIONS = (
-    "--samples", "--length", "--seed", "--alpha", "--heads", "--selection", "--method", "--task",
+    "--samples", "--length", "--seed", "--alpha", "--heads", "--card", "--method", "--task",
     "--attribute", "--prompt", "--tokens", "--trace", "--top-k", "--eos", "--device", "--dtype", "--set", "--only", "--force",
     "--json", "--help", "--nonsense", "--steps", "--metric", "--augmentation",
 )  # fmt: skip

@@ -35,7 +35,8 @@ from inspect_ai.util import JSONSchema
 from lapa2_interp import Augmentation, Layout, augmented
 from lapa2_interp.errors import AugmentationError, GridError, LayoutError
 from lapa2_interp.generation import inspect_provider
-from lapa2_interp.generation.inspect_task import instructions
+from lapa2_interp.generation.inspect_task import exact_messages, instructions
+from lapa2_interp.tasks.exact_messages import messages_of
 from lapa2_interp.tasks.instructions import benchmark, judged
 
 pytestmark = pytest.mark.filterwarnings(  # Inspect's, about what it uses itself
@@ -147,6 +148,38 @@ def test_the_score_of_answers_that_are_known(message, tmp_path):
     assert scores_of(log) == {
         (name, metric): pytest.approx(wanted[name]) for name in wanted for metric in METRICS
     }
+
+
+ONE = "End every answer with the words: So it is."
+
+
+def said_to(message, turn):
+    return "I am here today" + ". So it is." * (message == ONE and turn == 1)
+
+
+def test_the_score_of_exact_messages(tmp_path):
+    """The last words where one message asks for them, and never in the second answer."""
+
+    def answered(chat, *_):
+        turn = sum(said.role == "user" for said in chat)
+        said = ModelOutput.from_content("mockllm", said_to(chat[0].text, turn))
+        said.usage = ModelUsage()
+        return said
+
+    model = get_model("mockllm/model", custom_outputs=answered)
+    task = exact_messages(turns=2, chats=2)
+    (log,) = eval(task, model=model, log_dir=str(tmp_path), display="none")
+    assert log.status == "success", log.error
+    messages = messages_of("test")
+    assert [sample.messages[0].text for sample in log.samples[::2]] == [m.text for m in messages]
+    assert len(log.samples) == 2 * len(messages)
+    own = next(s for s in log.samples if s.messages[0].text == ONE).scores["follows_exactly"]
+    assert own.value == {"first": 1.0, "last": 0.0}
+    for name, turn in (("first", 1), ("last", 2)):
+        share = sum(m.is_followed(said_to(m.text, turn)) for m in messages) / len(messages)
+        assert scores_of(log)[name, "accuracy"] == pytest.approx(share)
+    with pytest.raises(GridError, match="turns: .*16.*found 17"):
+        exact_messages(turns=17)
 
 
 @pytest.mark.parametrize(

@@ -130,6 +130,7 @@ def test_who_waits_for_another_process_says_so(tmp_path, monkeypatch, capsys):
 
 def test_a_folder_without_locks_holds_nobody_up(tmp_path, monkeypatch):
     def refuses(*args, **options):
+        # What filelock raises where a file system has no locks.
         raise NotImplementedError("no locks here")
 
     monkeypatch.setattr("filelock.FileLock.acquire", refuses)

@@ -1,6 +1,8 @@
-"""A run as a data set: what is written, and what a hub is asked for. Nothing leaves the machine."""
+"""A run as a data set and a card of heads: what is written, and what a hub is asked for. Nothing
+leaves the machine."""
 
 import json
+import shlex
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,7 +12,8 @@ import yaml
 from conftest import load
 from huggingface_hub import DatasetCard, HfApi, metadata_load
 
-from lapa2_interp import generate
+from lapa2_interp import Selection, circuits, generate
+from lapa2_interp.cli.app import main
 from lapa2_interp.errors import RunError
 from lapa2_interp.runs.score import score
 
@@ -87,6 +90,28 @@ def test_a_push_is_one_private_data_set(run, tmp_path):
     assert {file.name for file in tmp_path.iterdir()} == FILES
     run.push_to_hub("me/lake", api=hub, private=False)
     assert hub.asked[2][1]["private"] is False
+
+
+def test_a_card_of_heads_is_one_private_model_with_its_licence(tmp_path, monkeypatch):
+    model = load("planted")
+    chosen = circuits.select(model, "sentiment", heads=2)
+    hub = Hub(tmp_path)
+    chosen.push_to_hub("me/heads", license="CC0-1.0", api=hub)
+    assert hub.asked == [
+        ("me/heads", {"repo_type": "model", "private": True, "exist_ok": True}),
+        ("me/heads", {"repo_type": "model", "message": "Heads of lapa2_interp"}),
+    ]
+    assert {file.name for file in tmp_path.iterdir()} == {"README.md", "card.json"}
+    back = Selection.load(tmp_path / "card.json")
+    assert back == chosen.model_copy(update={"license": "cc0-1.0"})
+    assert back.augmentation() == chosen.augmentation()
+    assert metadata_load(tmp_path / "README.md")["license"] == "cc0-1.0"
+    page = (tmp_path / "README.md").read_text("utf-8")
+    (line,) = (line for line in page.splitlines() if line.startswith("lapa2 generate"))
+    monkeypatch.chdir(tmp_path)
+    assert main([*shlex.split(line)[1:], "--length", "12"]) == 0
+    with pytest.raises(RunError, match="the card of heads 'a/b/c' was not uploaded"):
+        chosen.push_to_hub("a/b/c", license="cc0-1.0")
 
 
 def test_a_hub_that_is_not_reached_is_one_sentence(run):
