@@ -36,7 +36,7 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from analyses.families.analyse import difference_of, replace_rows
+from analyses.families.analyse import ATTRIBUTES, difference_of, exact_p, replace_rows
 from analyses.families.grids import (
     CHOSEN,
     HALF,
@@ -67,7 +67,6 @@ from lapa2_interp.scoring.scorer import ScoreCache
 from lapa2_interp.stats import holm, mean_interval
 
 NEAR, TOKENS, QUARTERS = 16, 256, 4
-BOTH = ("positive", "negative")
 PROMPTS = Path("bases/families-distance.txt")
 COST_PROMPTS = 50
 """Prompts whose texts the model of another family reads."""
@@ -159,7 +158,7 @@ def write(name: str, models: Path, out: Path) -> None:
     model = load_model(path_of(name, models), dtype="bfloat16", model_class="TransformersModel")
     prompts = PROMPTS.read_text("utf-8").splitlines()
     for bias, moved in ARMS:
-        for attribute in BOTH:
+        for attribute in ATTRIBUTES:
             file = MADE / name / "near" / f"{name_of(bias, moved)}, {attribute}.parquet"
             if file.exists():
                 continue
@@ -196,10 +195,12 @@ def judge(name: str, models: Path, out: Path, with_cost: bool) -> None:
     written = [
         arm
         for arm in ARMS
-        if all((folder / f"{name_of(*arm)}, {attribute}.parquet").exists() for attribute in BOTH)
+        if all(
+            (folder / f"{name_of(*arm)}, {attribute}.parquet").exists() for attribute in ATTRIBUTES
+        )
     ]
     for bias, moved in written:
-        for attribute in BOTH:
+        for attribute in ATTRIBUTES:
             arm = name_of(bias, moved)
             texts = pd.read_parquet(folder / f"{arm}, {attribute}.parquet").assign(arm=arm)
             for quarter in range(1, QUARTERS + 1):
@@ -220,11 +221,11 @@ def judge(name: str, models: Path, out: Path, with_cost: bool) -> None:
                 continue
             usual = parts[(parts["arm"] == bias) & (parts["quarter"] == quarter)]
             for metric in ("acc hidden", "acc (linear)"):
-                both = (part[part[metric].notna()] for part in (own, usual))
+                both = [part[part[metric].notna()] for part in (own, usual)]
                 change = difference_of(*both, metric)
                 ends = {"difference": change.mean, "low": change.low, "high": change.high}
                 where = {"arm": arm, "against": bias, "quarter": quarter, "metric": metric}
-                tests.append(where | ends | {"p": change.p})
+                tests.append(where | ends | {"p": exact_p(*both, metric)})
     differences = pd.DataFrame(tests)
     last = differences["quarter"] == QUARTERS  # the tests of the plan
     for _, own in differences[last].groupby("metric"):
@@ -240,7 +241,7 @@ def costs(name: str, models: Path, written: Sequence[tuple[str, Kept]]) -> pd.Da
     """What arms cost, by the texts of the first prompts."""
     folder, tables = MADE / name / "near", []
     for arm in (name_of(*arm) for arm in written):
-        for attribute in BOTH:
+        for attribute in ATTRIBUTES:
             texts = pd.read_parquet(folder / f"{arm}, {attribute}.parquet").assign(arm=arm)
             prompts = list(dict.fromkeys(PROMPTS.read_text("utf-8").splitlines()))[:COST_PROMPTS]
             tables.append(texts[texts["prompt"].isin(prompts)])
