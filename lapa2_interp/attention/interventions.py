@@ -23,16 +23,18 @@ class BatchPasses:
     Attributes:
         rows: What reads the batch; inside a block, with what the block changes.
         last_of_prompt: The slot of the last token of all prompts.
+        prompts: By number of rows of a pass, the batch's prompt of each row.
         recorder: The batch's, if it is traced.
     """
 
     model: Model
     rows: Rows
     last_of_prompt: int
+    prompts: Mapping[int, Sequence[int]]
     recorder: Recorder | None
 
     def shift(self, vectors: Mapping[int, Tensor]) -> AbstractContextManager[None]:
-        return shifted_residual(self.model, vectors, self.last_of_prompt)
+        return shifted_residual(self.model, vectors, self.last_of_prompt, self.prompts)
 
     @contextmanager
     def remind(self, ids: Sequence[int], every: int) -> Iterator[None]:

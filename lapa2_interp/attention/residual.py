@@ -94,26 +94,36 @@ def _decoder_blocks(facts: ModelFacts) -> nn.ModuleList:
 
 @contextmanager
 def shifted_residual(
-    model: Model, vectors: Mapping[int, Float[Tensor, " d_model"]], start: int
+    model: Model,
+    vectors: Mapping[int, Float[Tensor, " d_model"] | Float[Tensor, "prompt d_model"]],
+    start: int,
+    prompts: Mapping[int, Sequence[int]] | None = None,
 ) -> Iterator[None]:
     """Add vectors to the residual stream after layers, at every query from a slot on.
 
     Args:
-        vectors: By layer. Without any, passes are those of the model alone.
+        vectors: By layer, one for all rows, or one of each prompt. Without any, passes are those of
+            the model alone.
         start: The slot of the first query that gets them, in all rows.
+        prompts: By number of rows of a pass, the prompt of each row, where prompts have their own.
 
     Raises:
         ModelError, DeadHookError: As `edited_residual`.
     """
-    placed: dict[int, Tensor] = {}  # on the stream's device: a pass may be captured as a graph
+    # On the stream's device: a pass may be captured as a graph.
+    placed: dict[tuple[int, int], Tensor] = {}
 
     def add(layer: int, stream: Tensor, first: int) -> Tensor | None:
         begin = max(start - first, 0)
         if begin >= stream.shape[1]:
             return None
-        if layer not in placed:
-            placed[layer] = vectors[layer].to(stream)
-        return torch.cat([stream[:, :begin], stream[:, begin:] + placed[layer]], dim=1)
+        n_rows, vector = len(stream), vectors[layer]
+        if (layer, n_rows) not in placed:
+            if vector.ndim == 2:
+                vector = vector[list((prompts or {})[n_rows]), None]  # row query=1 d_model
+            placed[layer, n_rows] = vector.to(stream)
+        added = stream[:, begin:] + placed[layer, n_rows]
+        return torch.cat([stream[:, :begin], added], dim=1)
 
     if not vectors:
         yield

@@ -84,8 +84,10 @@ def decode_samples(
         recorder = Recorder(*size, kind, plan.cell.patterns, facts_of(model).layer_types)
     if rows is None:
         rows = new_rows(model, plan.rules)
-    passes = BatchPasses(model, rows, len(batch.layouts[0]) - 1, recorder)
-    with plan.method.intervene(passes, batch.prepared[0]):
+    of_rows = (range(len(batch.layouts)), batch.expansion)  # of the prompt pass, and of steps
+    prompts = {len(rows_of): [row % batch.n_prompts for row in rows_of] for rows_of in of_rows}
+    passes = BatchPasses(model, rows, len(batch.layouts[0]) - 1, prompts, recorder)
+    with plan.method.intervene(passes, batch.prepared):
         tokens, n_tokens, finish = _decode_steps(model, plan, batch, passes.rows, recorder, bar)
     texts = []
     for i, (prompt, sample) in enumerate(batch.pairs):

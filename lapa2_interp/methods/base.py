@@ -139,8 +139,11 @@ class Passes(Protocol):
     (`lapa2_interp.attention.interventions`)."""
 
     def shift(self, vectors: Mapping[int, Tensor]) -> AbstractContextManager[None]:
-        """Add vectors to the residual stream, [d_model] by layer, at every query from the last
-        token of the prompt on."""
+        """Add vectors to the residual stream at every query from the last token of the prompt on.
+
+        Args:
+            vectors: By layer, [d_model], or [prompt d_model] where prompts have their own.
+        """
 
     def remind(self, ids: Sequence[int], every: int) -> AbstractContextManager[None]:
         """Read these tokens, too, after every few new ones."""
@@ -283,12 +286,14 @@ class Method(ABC):
         """The state of the first step, once the prompts are read."""
         return None
 
-    def intervene(self, passes: Passes, prepared: Prepared) -> AbstractContextManager[None]:
+    def intervene(
+        self, passes: Passes, prepared: Sequence[Prepared]
+    ) -> AbstractContextManager[None]:
         """A block around all passes of a batch, in which the network is another; the class then
         declares `changes_network`.
 
         Args:
-            prepared: The result of `prepare` for the first prompt of the batch.
+            prepared: The result of `prepare` for each prompt of the batch.
         """
         return nullcontext()
 

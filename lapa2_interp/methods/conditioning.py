@@ -151,8 +151,10 @@ class Remind(Conditioning):
         ids = context.ids(self.before + task.prefix(attribute))
         return Prepared(reminder=Reminder(tuple(ids), self.every))
 
-    def intervene(self, passes: Passes, prepared: Prepared) -> AbstractContextManager[None]:
-        if (reminder := prepared.reminder) is None:
+    def intervene(
+        self, passes: Passes, prepared: Sequence[Prepared]
+    ) -> AbstractContextManager[None]:
+        if (reminder := prepared[0].reminder) is None:
             return nullcontext()
         return passes.remind(reminder.ids, reminder.every)
 

@@ -111,8 +111,10 @@ class ActivationAddition(Method):
         norms = {str(layer): round(float(vector.norm()), 4) for layer, vector in vectors.items()}
         return Prepared(vectors, summary={"norm of the vector, by layer": norms})
 
-    def intervene(self, passes: Passes, prepared: Prepared) -> AbstractContextManager[None]:
-        return passes.shift(prepared.known or {})
+    def intervene(
+        self, passes: Passes, prepared: Sequence[Prepared]
+    ) -> AbstractContextManager[None]:
+        return passes.shift(prepared[0].known or {})  # one vector for all prompts
 
     def vectors(
         self, context: MethodContext, task: Task, attribute: str

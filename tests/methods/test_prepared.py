@@ -3,13 +3,17 @@ transformers alone, by an independent package, and however a text is read."""
 
 import math
 from itertools import pairwise, product
+from typing import ClassVar
 
 import networkx as nx
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from conftest import HAS_HOOKED, generate, load, run_of
 from context_stub import ContextStub
+from pydantic import ConfigDict
+from pydantic.dataclasses import dataclass
 from steering_vectors import train_steering_vector
 
 from lapa2_interp import (
@@ -32,8 +36,10 @@ from lapa2_interp.errors import (
 )
 from lapa2_interp.generation.sampling import draw, uniforms
 from lapa2_interp.methods import registry as methods
+from lapa2_interp.methods.base import Prepared
 from lapa2_interp.methods.prepared import (
     SENTENCE,
+    ActivationAddition,
     PromptWords,
     best_nodes,
     dual_graphs,
@@ -388,6 +394,34 @@ def test_texts_are_those_of_the_formula(tiny, of_class, file, with_prefix):
             assert int(drawn) == token
         for handle in handles:
             handle.remove()
+
+
+@dataclass(frozen=True, config=ConfigDict(extra="forbid"))
+class OfPrompt(ActivationAddition):
+    """A vector of each prompt."""
+
+    name: ClassVar[str] = "of-prompt"
+
+    def prepare(self, context, task, attribute, prompt):
+        rng = torch.Generator().manual_seed(len(prompt))
+        return Prepared(3 * torch.randn(context.embedding().shape[1], generator=rng))
+
+    def intervene(self, passes, prepared):
+        return passes.shift({1: torch.stack([one.known for one in prepared])})
+
+
+@pytest.mark.parametrize("samples", [1, 2])
+def test_prompts_of_a_batch_have_vectors_of_their_own(tiny, samples):
+    model, task = load(tiny, "float64", "TransformersModel"), load_task("sentiment")
+    settings = {"length": 14, "samples": samples, "trace": "none"}
+    texts = [
+        generate(model, method, task, "positive", prompts, **settings).texts
+        for method in (OfPrompt(), methods.get("none"))
+        for prompts in (PROMPTS, *([prompt] for prompt in PROMPTS))
+    ]
+    together, *alone, plain = texts[: len(PROMPTS) + 2]
+    assert together["tokens"].tolist() == pd.concat(alone)["tokens"].tolist()
+    assert together["tokens"].tolist() != plain["tokens"].tolist()
 
 
 @pytest.mark.parametrize(("with_prefix", "same"), [(False, "none"), (True, "prefix")])
