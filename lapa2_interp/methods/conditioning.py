@@ -9,6 +9,7 @@ at each step.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import count, takewhile
 from typing import Annotated, ClassVar, Literal
