@@ -110,22 +110,29 @@ def tasks(neutral: str, turns: int) -> Iterator[tuple[str, str]]:
     """Names and texts of the task files."""
     users = [f"{{prompt:{turn + 2}}}" for turn in range(turns)]
     message = "{prompt:1}"
-    for name, system, span, says in (
-        ("system", message, "system", users),
-        ("user", neutral, f"phrase:{message}", [f"{message} {users[0]}", *users[1:]]),
-        ("repeated", message, "system", [f"{message} {user}" for user in users]),
-    ):
-        lines = [
-            "length_counts_prompt = false",
-            f"attributes.message.prefix = {json.dumps(message)}",
-            'prompts.texts = ["of a grid"]',
-            "[chat]",
-            f"span = {json.dumps(span)}",
-            f'messages = [{{ role = "system", content = {json.dumps(system)} }}, '
-            f'{{ role = "user", content = {json.dumps(says[0])} }}]',
-            f"later = {json.dumps(says[1:])}",
-        ]
-        yield f"{name}.toml", "\n".join(lines) + "\n"
+    yield "system.toml", task_text(message, "system", users)
+    says = [f"{message} {users[0]}", *users[1:]]
+    yield "user.toml", task_text(neutral, f"phrase:{message}", says)
+    yield "repeated.toml", task_text(message, "system", [f"{message} {user}" for user in users])
+
+
+def task_text(system: str, span: str, says: Sequence[str]) -> str:
+    """The file of a task of one chat.
+
+    Args:
+        says: What the user says, turn by turn.
+    """
+    lines = [
+        "length_counts_prompt = false",
+        'attributes.message.prefix = "{prompt:1}"',
+        'prompts.texts = ["of a grid"]',
+        "[chat]",
+        f"span = {json.dumps(span)}",
+        f'messages = [{{ role = "system", content = {json.dumps(system)} }}, '
+        f'{{ role = "user", content = {json.dumps(says[0])} }}]',
+        f"later = {json.dumps(says[1:])}",
+    ]
+    return "\n".join(lines) + "\n"
 
 
 def judged_answers(texts: pd.DataFrame, messages: Sequence[Mapping], neutral: str) -> pd.DataFrame:
@@ -220,7 +227,9 @@ def nll(
                 logits = [begin]
                 if tokens.shape[1] > 1:
                     logits.append(rows.read_tokens(tokens[:, :-1], keep=tokens.shape[1] - 1))
-                log_probs = torch.cat(logits, dim=1).log_softmax(-1)
+                every = torch.cat(logits, dim=1)
+                wide = torch.promote_types(every.dtype, torch.float32)
+                log_probs = every.to(wide).log_softmax(-1)
                 own = log_probs.gather(2, tokens[..., None])[..., 0]
                 live = torch.arange(tokens.shape[1]) < lengths[:, None]
                 values[part.index] = -((own * live).sum(1) / lengths).numpy()

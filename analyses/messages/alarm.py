@@ -2,7 +2,8 @@
 
 Pooled over messages and turns, a measure that only knows which messages are hard, or how late it
 is, predicts breaks well. So answers are compared *within message and turn*: two answers to one
-message at one turn, of which one follows and the other breaks. `within_auroc` is the share of such
+message at one turn, to users who both ask against it or both do not, of which one follows and the
+other breaks. `within_auroc` is the share of such
 pairs in which the broken answer has the larger measure. 1/2 is chance.
 
 `increment` asks what a measure adds to the length of the chat and to whether its last answer broke.
@@ -23,6 +24,8 @@ import pandas as pd
 from jaxtyping import Float
 
 FEWEST, MESSAGES = 5, 15
+WITHIN = ["message", "turn", "against"]
+"""Answers that are alike in these are compared."""
 KNOWN = ("length", "last broke")
 """What is known without a measure."""
 RIDGE = 1.0
@@ -34,7 +37,7 @@ def with_last(answers: pd.DataFrame) -> pd.DataFrame:
     """The answers with `last broke`: if the answer before it in its chat broke; 0 at the first.
 
     Args:
-        answers: A row an answer: message, chat, turn (from 1), broke (0 or 1).
+        answers: A row an answer: message, chat, turn (from 1), against, broke (0 or 1).
     """
     rows = answers.sort_values(["message", "chat", "turn"])
     last = rows.groupby(["message", "chat"])["broke"].shift(fill_value=0)
@@ -56,7 +59,7 @@ def pairs_won(
     won = {}
     for message, of_message in answers.groupby("message", sort=False):
         sums = np.zeros(len(measures) + 1)
-        for _, own in of_message.groupby("turn"):
+        for _, own in of_message.groupby(WITHIN[1:]):
             broke = own["broke"].to_numpy(bool)
             values = own[[*measures]].to_numpy(float)
             apart = values[broke][:, None] - values[~broke][None]
@@ -66,12 +69,14 @@ def pairs_won(
     return won
 
 
-def within_auroc(answers: pd.DataFrame, measures: Sequence[str], seed: int = 1) -> pd.DataFrame:
-    """A row a measure: AUROC within message and turn with its interval, messages and pairs; NaN
-    where too few messages count."""
+def within_auroc(
+    answers: pd.DataFrame, measures: Sequence[str], percent: float = 95, seed: int = 1
+) -> pd.DataFrame:
+    """A row a measure: AUROC within message and turn with its interval, and the number of messages;
+    NaN where too few messages count."""
     counted = counted_messages(answers)
     drawn = _resampled(answers[answers["message"].isin(counted)], measures, seed)
-    low, high = bounds_of(drawn)
+    low, high = bounds_of(drawn, percent)
     decided = len(counted) >= MESSAGES
     return pd.DataFrame(
         {
@@ -89,7 +94,7 @@ def increment(answers: pd.DataFrame, measure: str, seed: int = 1) -> dict[str, f
     without it, with its interval."""
     rows = with_last(answers)
     features = [*KNOWN, measure]
-    own_means = rows.groupby(["message", "turn"])[features].transform("mean")
+    own_means = rows.groupby(WITHIN)[features].transform("mean")
     rows[features] = rows[features] - own_means
     rows["without"] = predicted(rows, KNOWN)
     rows["with"] = predicted(rows, (*KNOWN, measure))
@@ -118,12 +123,12 @@ def _resampled(
 
 
 def bounds_of(
-    drawn: Float[np.ndarray, "resample measure"],
+    drawn: Float[np.ndarray, "resample measure"], percent: float = 95
 ) -> tuple[Float[np.ndarray, " measure"], Float[np.ndarray, " measure"]]:
-    """The 95 % interval of resampled values, of which the first row is no resample."""
+    """The interval of resampled values, of which the first row is no resample."""
     if len(drawn) < 2:
         return np.full(drawn.shape[1], np.nan), np.full(drawn.shape[1], np.nan)
-    low, high = np.nanpercentile(drawn[1:], [2.5, 97.5], axis=0)
+    low, high = np.nanpercentile(drawn[1:], [50 - percent / 2, 50 + percent / 2], axis=0)
     return low, high
 
 

@@ -1,46 +1,111 @@
-"""The chats of analyses/messages: what is asked, the grid that makes answers, and their judging.
+"""The chats of analyses/messages: what is asked, and the grids that make answers.
 
-    python analyses/messages/chats.py write pilot qwen2.5-coder-1.5b-instruct --models FOLDER
-    lapa2 sweep made/MODEL/messages/pilot/grid.toml --out made/MODEL/messages/pilot/run --workers 1
-    python analyses/messages/chats.py judge pilot qwen2.5-coder-1.5b-instruct --models FOLDER
+    python analyses/messages/chats.py STAGE qwen2.5-coder-1.5b-instruct --models FOLDER
 
-in the folder in which the stages work. *write* makes conversations, a task and a grid. *judge*
-reads the answers with the program of each message (lapa2_interp/tasks/exact_messages.py), and
-writes figures/messages/STAGE.csv: by kind and turn, the share of answers that follow their message,
-with an interval over messages where there are eight. A kind is *followed* where at least half of
-the first answers follow.
+in the folder in which the stages work (analyses/messages/run.sh has all of them, in order) writes
+conversations, tasks and grid.toml into made/MODEL/messages/STAGE. Stages:
 
-Stage *pilot*: other messages than those of the test, four chats each, two turns.
+- *pilot*: messages of the pilot, four chats each, two turns, without a bias;
+- *heads*: no chats, but the heads that carry four messages (heads.csv) and the vectors of
+  activation addition (vectors.parquet in made/MODEL/messages);
+- *tune*: messages that choose, two chats each, four turns, strengths that are tried next;
+- *test*: messages of the test, two chats each, every arm with 8 or 16 turns;
+- *alarm*: six more chats of these messages, 8 turns, without a bias.
+
+Kinds are those that figures/messages/pilot.csv says are followed, and strengths come from
+strengths.csv there, both by analyses/messages/analyse.py.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import pandas as pd
+import torch
 
 from analyses.families.analyse import replace_rows
-from analyses.families.grids import MADE, MODELS, path_of
-from analyses.instructions.analyse import tasks
+from analyses.families.grids import (
+    ADDITION,
+    MADE,
+    MODELS,
+    NO_BIAS,
+    chosen_layer,
+    next_strengths,
+    path_of,
+)
+from analyses.families.grids import OUT as FAMILIES
+from analyses.heads.equal_attention import listed
+from analyses.instructions.analyse import chat, task_text
 from analyses.lab import FIGURES
 from analyses.lab.scripts import ScriptOptions
-from lapa2_interp.files import write_text
-from lapa2_interp.runs.run import load_run
-from lapa2_interp.stats import FEW, mean_interval
-from lapa2_interp.tasks.exact_messages import Message, exact_messages, messages_of
+from lapa2_interp import load_model
+from lapa2_interp.attention.residual import mean_residual
+from lapa2_interp.bias.layout import Layout
+from lapa2_interp.circuits.selection import select
+from lapa2_interp.errors import RunError
+from lapa2_interp.files import atomic_write, write_text
+from lapa2_interp.tasks.exact_messages import Message, Set, exact_messages, messages_of
+from lapa2_interp.tasks.instructions import benchmark
+from lapa2_interp.tasks.task import Attribute, ChatForm, Prompts, Task
 
 OUT = FIGURES / "messages"
 NEUTRAL = "You are a helpful assistant."
-TURNS, CHATS = {"pilot": 2}, {"pilot": 4}
-"""By stage; chats of a message."""
-TOKENS = 64
-FOLLOWED = 50
-"""The percentage of first answers from which a kind is followed."""
+TOKENS, TURNS, LONG = 64, 8, 16
+"""Tokens of an answer; turns of most arms, and of some."""
+REPEATED, ALL, CHOSEN = "message repeated", "all heads", "chosen heads"
+CONSTANT = "chosen heads, constant"
+FIRST_STRENGTHS = {CHOSEN: (1.0, 2.0), ALL: (0.5, 1.0), CONSTANT: (1.0, 2.0), ADDITION: (1.5, 4.0)}
+"""Strengths that are tried first, by arm."""
+ARMS = (NO_BIAS, REPEATED, *FIRST_STRENGTHS)
+REPEATED_AT = (5, 9, 13)
+"""Turns at which the message is repeated."""
+L0 = 300
+"""The length at which the constant bias is that of LaPA2."""
+METHOD = "analyses.messages.vector:MessageVector"
+FOR_HEADS = (
+    "Say everything in a single sentence.",
+    "Keep all answers under thirteen words.",
+    "Write to the user in Spanish.",
+    'Answer without the word "your".',
+)
+"""Messages that choose heads, of seven tokens."""
+ASKED, HEADS = 16, 30
+"""Questions by which heads are chosen, and vectors are made; and the number of heads."""
 
-GRID = """description = "Do exact messages hold? {stage}; analyses/messages/README.md"
+
+@dataclass(frozen=True)
+class Stage:
+    """The chats of a stage.
+
+    Attributes:
+        messages: The set of their messages.
+        chats: The numbers of the chats of a message.
+        apart: Questions from the first one of a chat to that of the message's next chat.
+        turns: The most turns of a chat.
+        against: Some users ask against the message.
+    """
+
+    messages: Set
+    chats: range
+    apart: int
+    turns: int
+    against: bool = False
+
+
+STAGES = {
+    "pilot": Stage("pilot", range(4), 4, 2),
+    "tune": Stage("choose", range(2), 2, 4),
+    "test": Stage("test", range(2), 2, LONG, against=True),
+    "alarm": Stage("test", range(2, 8), 2, TURNS, against=True),
+}
+
+TURNS_OF = {name: stage.turns for name, stage in STAGES.items()}
+
+HEADER = """description = "Do exact messages hold? {stage}; analyses/messages/README.md"
 model = "{model}"
 model_class = "TransformersModel"
 dtype = "bfloat16"
@@ -49,91 +114,239 @@ length = {tokens}
 eos = "stop"
 top_k = 20
 trace = "pooled"
-max_rows = 64
-task = "{task}"
-prompts = {{ file = "{prompts}", n = {n}, what = "`analyses/messages/chats.py write`" }}
-
-[[block]]
-method = {{ name = "chat", keep_turns = true }}
-augmentation = "none"
+max_rows = {rows}
 """
 
 
 def main() -> None:
-    """Write the chats of a stage, or judge them."""
+    """Write the chats and the grid of a stage, or choose heads."""
     parser = ScriptOptions(str(__doc__), formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("do", choices=("write", "judge"))
-    parser.add_argument("stage", choices=TURNS)
+    parser.add_argument("stage", choices=(*STAGES, "heads"))
     parser.add_argument("model", choices=MODELS)
     parser.add_argument("--models", type=Path, required=True, help="the folder of `make models`")
     parser.add_argument("--out", type=Path, default=OUT)
     options = parser.parse_args()
-    folder = MADE / options.model / "messages" / options.stage
-    if options.do == "write":
-        write(options.stage, path_of(options.model, options.models), folder)
-    else:
-        judge(options.stage, options.model, folder, options.out)
+    path, folder = path_of(options.model, options.models), MADE / options.model / "messages"
+    if options.stage == "heads":
+        choose_heads(options.model, path, folder, options.out)
+        return
+    write_chats(options.stage, folder / options.stage, kinds_of(options.model, options.out))
+    blocks = {
+        "pilot": lambda: [chat_block(folder / "pilot", TURNS_OF["pilot"], {NO_BIAS: "none"})],
+        "tune": lambda: tune_blocks(options.model, folder / "tune", options.out),
+        "test": lambda: test_blocks(options.model, folder / "test", options.out),
+        "alarm": lambda: [chat_block(folder / "alarm", TURNS, {NO_BIAS: "none"})],
+    }[options.stage]()
+    grid = folder / options.stage / "grid.toml"
+    grid.unlink(missing_ok=True)
+    if blocks:
+        rows = 32 if options.stage == "test" else 64  # keys of sixteen turns fill the memory
+        header = HEADER.format(stage=options.stage, model=path, tokens=TOKENS, rows=rows)
+        write_text(grid, "\n".join([header, *blocks]))
 
 
-def conversations(messages: Sequence[Message], turns: int, chats: int) -> list[str]:
-    """A message and its questions, a line each; the chats of a message have other questions, and
-    those of the next message begin one question later."""
-    questions = exact_messages()["questions"]
-    apart = len(questions) // chats
-    return [
-        "\n".join(
-            [
-                message.text,
-                *(questions[(i + chat * apart + turn) % len(questions)] for turn in range(turns)),
-            ]
-        )
-        for i, message in enumerate(messages)
-        for chat in range(chats)
+def kinds_of(model: str, tables: Path) -> set[str]:
+    """The kinds that the model follows; all before the pilot was judged."""
+    file = tables / "pilot.csv"
+    table = pd.read_csv(file) if file.exists() else pd.DataFrame(columns=["model", "kind"])
+    own = table[table["model"] == model]
+    if own.empty:
+        return set(exact_messages()["kind"])
+    return set(own.loc[own["kind is followed"].astype(bool), "kind"])
+
+
+def messages_in(stage: str, kinds: set[str]) -> list[Message]:
+    """The messages of a stage; the pilot has those of all kinds."""
+    messages = messages_of(STAGES[stage].messages)
+    return [message for message in messages if stage == "pilot" or message.kind in kinds]
+
+
+def conversations(stage: Stage, messages: Sequence[Message], turns: int) -> list[str]:
+    """A message and its questions, a line each, chat by chat. A chat's first question is some
+    questions after that of the message's chat before, and one after that of the message before.
+
+    In a third of the chats users ask against the message at every odd turn from the third on.
+    """
+    parts = exact_messages()
+    questions, forms = parts["questions"], parts["against"]
+    scripts = []
+    for i, message in enumerate(messages):
+        for chat_number in stage.chats:
+            lines = [message.text]
+            for turn in range(1, turns + 1):
+                first = i + chat_number * stage.apart
+                question = questions[(first + turn - 1) % len(questions)]
+                if is_against(stage, i, chat_number, turn):
+                    form = forms[(i + turn // 2 - 1) % len(forms)]
+                    question = form.format(question=question)
+                lines.append(question)
+            scripts.append("\n".join(lines))
+    return scripts
+
+
+def is_against(stage: Stage, message: int, chat_number: int, turn: int) -> bool:
+    """If the user asks against the message at a turn, from 1."""
+    return stage.against and (message + chat_number) % 3 == 2 and turn >= 3 and turn % 2 == 1
+
+
+def write_chats(name: str, folder: Path, kinds: set[str]) -> None:
+    """Write the conversations and the tasks of a stage, by their number of turns."""
+    stage, messages = STAGES[name], messages_in(name, kinds)
+    for turns in sorted({min(TURNS, stage.turns), stage.turns}):
+        scripts = conversations(stage, messages, turns)
+        write_text(folder / f"conversations-{turns}.json", json.dumps(scripts, indent=1))
+        users = [f"{{prompt:{turn + 1}}}" for turn in range(1, turns + 1)]
+        write_text(folder / f"system-{turns}.toml", task_text("{prompt:1}", "system", users))
+        says = [
+            f"{{prompt:1}} {user}" if turn in REPEATED_AT else user
+            for turn, user in enumerate(users, start=1)
+        ]
+        write_text(folder / f"repeated-{turns}.toml", task_text("{prompt:1}", "system", says))
+
+
+def chat_block(
+    folder: Path,
+    turns: int,
+    arms: Mapping[str, str],
+    methods: Sequence[str] = ('{ name = "chat", keep_turns = true }',),
+    task: str = "system",
+) -> str:
+    """A block of a grid, with an arm for each label and recipe, and each method."""
+    rows = [
+        f"    {{ recipe = '{recipe}', label = \"{label}\" }}," for label, recipe in arms.items()
     ]
-
-
-def write(stage: str, model: str, folder: Path) -> None:
-    """Write the conversations, the task and the grid of a stage."""
-    chats = conversations(messages_of(stage), TURNS[stage], CHATS[stage])
-    prompts, task = folder / "conversations.json", folder / "system.toml"
-    write_text(prompts, json.dumps(chats, indent=1))
-    write_text(task, dict(tasks(NEUTRAL, TURNS[stage]))["system.toml"])
-    values = {"stage": stage, "model": model, "tokens": TOKENS, "task": task, "prompts": prompts}
-    write_text(folder / "grid.toml", GRID.format(**values, n=len(chats)))
-
-
-def judged(texts: pd.DataFrame, messages: Sequence[Message]) -> pd.DataFrame:
-    """The answers with their message, its kind, and if they follow it (100 or 0)."""
-    by_text = {message.text: message for message in messages}
-    own = [by_text[prompt.splitlines()[0]] for prompt in texts["prompt"]]
-    return texts.assign(
-        message=[message.text for message in own],
-        kind=[message.kind for message in own],
-        followed=[
-            100.0 * message.is_followed(answer)
-            for message, answer in zip(own, texts["continuation"], strict=True)
-        ],
+    prompts = folder / f"conversations-{turns}.json"
+    n = len(json.loads(prompts.read_text("utf-8")))
+    what = "`analyses/messages/chats.py`"
+    return "\n".join(
+        [
+            "[[block]]",
+            f'task = "{folder / f"{task}-{turns}.toml"}"',
+            f'prompts = {{ file = "{prompts}", n = {n}, what = "{what}" }}',
+            "method = [",
+            *(f"    {method}," for method in methods),
+            "]",
+            "augmentation = [",
+            *rows,
+            "]",
+            "",
+        ]
     )
 
 
-def judge(stage: str, model: str, folder: Path, out: Path) -> None:
-    """Write the shares of a stage."""
-    answers = judged(load_run(folder / "run").texts(), messages_of(stage))
-    replace_rows(out / f"{stage}.csv", model, shares(answers))
+def recipe_of(arm: str, heads: str, strength: float) -> str:
+    """The bias of an arm."""
+    if arm == CONSTANT:
+        return f"lapa2-constant:heads={heads},l0={L0},alpha={strength:.4f}"
+    where = f"heads={heads}," if arm == CHOSEN else ""
+    return f"lapa2:{where}alpha={strength:.4f}"
 
 
-def shares(answers: pd.DataFrame) -> pd.DataFrame:
-    """The share of answers that follow by kind and turn, and if the kind is followed."""
-    rows = []
-    for kind, of_kind in answers.groupby("kind", sort=False):
-        first = of_kind.loc[of_kind["turn"] == 1, "followed"].mean()
-        for turn, own in of_kind.groupby("turn"):
-            mean = mean_interval(own["followed"], own["message"])
-            sizes = {"answers": len(own), "messages": own["message"].nunique()}
-            columns = mean.columns if sizes["messages"] >= FEW else {"mean": mean.mean}
-            row = {"kind": kind, "turn": turn} | columns | sizes
-            rows.append(row | {"kind is followed": first >= FOLLOWED})
-    return pd.DataFrame(rows)
+def vector_method(model: str, folder: Path, strength: float) -> str:
+    """Activation addition as a method of a grid."""
+    file, layer = folder.parent / "vectors.parquet", chosen_layer(FAMILIES, model)
+    return (
+        f'{{ name = "{METHOD}", keep_turns = true, file = "{file}", layer = {layer},'
+        f" strength = {strength:.4f} }}"
+    )
+
+
+def strengths(tables: Path, model: str) -> pd.DataFrame:
+    """The strengths of a model that were tried: arm, strength, cost, tuned."""
+    file = tables / "strengths.csv"
+    if not file.exists():
+        return pd.DataFrame(columns=["arm", "strength", "cost", "tuned"])
+    table = pd.read_csv(file)
+    return table[table["model"] == model]
+
+
+def heads_of(tables: Path, model: str) -> str:
+    """The chosen heads, as a recipe takes them.
+
+    Raises:
+        RunError: They have not been chosen.
+    """
+    file = tables / "heads.csv"
+    table = pd.read_csv(file) if file.exists() else pd.DataFrame(columns=["model"])
+    own = table[table["model"] == model]
+    if own.empty:
+        raise RunError(f"{file} has no heads of {model}; run chats.py heads {model}")
+    return listed(tuple(zip(own["layer"], own["head"], strict=True)))
+
+
+def tune_blocks(model: str, folder: Path, tables: Path) -> list[str]:
+    """The strengths that are tried next; none where all arms are tuned."""
+    tried, heads = strengths(tables, model), heads_of(tables, model)
+    arms: dict[str, str] = {} if len(tried) else {NO_BIAS: "none"}
+    vectors = []
+    for arm, first in FIRST_STRENGTHS.items():
+        for strength in next_strengths(first, tried[tried["arm"] == arm]):
+            if arm == ADDITION:
+                vectors.append(vector_method(model, folder, strength))
+            else:
+                arms[f"{arm} {strength:g}"] = recipe_of(arm, heads, strength)
+    turns = TURNS_OF["tune"]
+    blocks = [chat_block(folder, turns, arms)] if arms else []
+    if vectors:
+        blocks.append(chat_block(folder, turns, {ADDITION: "none"}, vectors))
+    return blocks
+
+
+def test_blocks(model: str, folder: Path, tables: Path) -> list[str]:
+    """Every arm with its tuned strength; three of them with more turns.
+
+    Raises:
+        RunError: An arm is not tuned.
+    """
+    table = strengths(tables, model)
+    own = table[table["tuned"].astype(bool)].set_index("arm")["strength"]
+    if missing := [arm for arm in FIRST_STRENGTHS if arm not in own]:
+        raise RunError(f"{', '.join(missing)} of {model} not tuned; run analyse.py tune {model}")
+    heads = heads_of(tables, model)
+    arms = {arm: recipe_of(arm, heads, own[arm]) for arm in (CHOSEN, ALL, CONSTANT)}
+    vector = vector_method(model, folder, own[ADDITION])
+    return [
+        chat_block(folder, LONG, {NO_BIAS: "none", CHOSEN: arms[CHOSEN]}),
+        chat_block(folder, LONG, {REPEATED: "none"}, task="repeated"),
+        chat_block(folder, TURNS, {ALL: arms[ALL], CONSTANT: arms[CONSTANT]}),
+        chat_block(folder, TURNS, {ADDITION: "none"}, [vector]),
+    ]
+
+
+def choose_heads(model: str, path: str, folder: Path, out: Path) -> None:
+    """Write heads.csv, and the vectors of all messages of tuning and test."""
+    questions = benchmark()["other_questions"][:ASKED]
+    texts = [message.text for name in ("choose", "test") for message in messages_of(name)]
+    loaded = load_model(path, dtype="bfloat16", model_class="TransformersModel")
+    file = folder / "vectors.parquet"
+    if not file.exists():
+        rows, layer = [], chosen_layer(FAMILIES, model)
+
+        def mean_of(message: str) -> torch.Tensor:
+            layouts = [
+                Layout.of_chat(loaded.tokenizer, chat(message, asked)) for asked in questions
+            ]
+            return mean_residual(loaded, layouts)[layer].float()
+
+        neutral = mean_of(NEUTRAL)
+        for text in texts:
+            rows.append({"message": text, "vector": (mean_of(text) - neutral).tolist()})
+        with atomic_write(file) as fresh:
+            pd.DataFrame(rows).to_parquet(fresh, index=False)
+    del loaded
+    task = Task(
+        name="messages",
+        length_counts_prompt=False,
+        attributes={text: Attribute(prefix=text) for text in FOR_HEADS},
+        prompts=Prompts(texts=tuple(questions)),
+        chat=ChatForm(messages=tuple(chat("{prefix}", "{prompt}"))),
+    )
+    selection = select(load_model(path, dtype="float32"), task, score="slope", heads=HEADS)
+    rows = [
+        {"layer": layer, "head": head} | dict(zip(("slope", "low", "high"), values, strict=True))
+        for (layer, head), values in zip(selection.heads, selection.scores, strict=False)
+    ]
+    replace_rows(out / "heads.csv", model, pd.DataFrame(rows))
 
 
 if __name__ == "__main__":

@@ -19,15 +19,15 @@ def chats(rng, messages=24, chats=6, turns=8, effect=0.0):
             seen = rng.normal()
             odds = hard + 0.3 * (turn - 4) + effect * seen
             broke = int(rng.random() < 1 / (1 + np.exp(-odds)))
-            rows.append((f"m{i}", chat, turn, broke, seen, hard, 40 * turn))
-    names = ["message", "chat", "turn", "broke", "seen", "hard", "length"]
+            rows.append((f"m{i}", chat, turn, chat % 3 == 2, broke, seen, hard, 40 * turn))
+    names = ["message", "chat", "turn", "against", "broke", "seen", "hard", "length"]
     return pd.DataFrame(rows, columns=names)
 
 
 def auroc_by_pairs(answers, measure):
     won = total = 0.0
     for one, two in product(answers.to_dict("records"), repeat=2):
-        together = (one["message"], one["turn"]) == (two["message"], two["turn"])
+        together = all(one[name] == two[name] for name in ("message", "turn", "against"))
         if together and one["broke"] and not two["broke"]:
             total += 1
             won += (one[measure] > two[measure]) + 0.5 * (one[measure] == two[measure])
@@ -51,6 +51,13 @@ def test_a_measure_of_message_and_turn_alone_is_chance_and_adds_nothing():
     assert pooled > 0.3, "pooled, it seems to predict"
     added = alarm.increment(answers, "late")
     assert (added["increment"], added["low"], added["high"]) == (0, 0, 0)
+
+
+def test_whether_the_user_asks_against_is_no_moment():
+    answers = chats(np.random.default_rng(4)).assign(asked=lambda rows: rows["against"] * 1.0)
+    answers["broke"] = np.maximum(answers["broke"], answers["against"])
+    (row,) = alarm.within_auroc(answers, ["asked"], percent=98.75).to_dict("records")
+    assert (row["auroc"], row["low"], row["high"]) == (0.5, 0.5, 0.5)
 
 
 def test_a_measure_that_knows_the_moment_is_found():

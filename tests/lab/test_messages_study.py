@@ -1,36 +1,92 @@
 """The study of exact messages: its chats, its grid, and the shares of answers that follow."""
 
-import json
 from collections import Counter
+from itertools import product
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 import pytest
+import torch
 
-from analyses.messages import chats
+from analyses.instructions.analyse import chat
+from analyses.messages import analyse, chats, measures
+from lapa2_interp import Layout, circuits, generate, load_model
+from lapa2_interp.circuits.hidden_span import forced_logits
+from lapa2_interp.generation.teacher_forcing import teacher_forced
+from lapa2_interp.methods.chat import chat_task
 from lapa2_interp.runs.grid import load_grid
 from lapa2_interp.tasks.exact_messages import Message, exact_messages, messages_of
 
-
-def test_the_chats_of_a_message_have_different_questions():
-    messages = messages_of("pilot")
-    scripts = [text.splitlines() for text in chats.conversations(messages, 2, 4)]
-    assert Counter(script[0] for script in scripts) == {message.text: 4 for message in messages}
-    questions = set(exact_messages()["questions"])
-    for message in messages:
-        asked = [script[1:] for script in scripts if script[0] == message.text]
-        assert len({question for own in asked for question in own}) == 8
-        assert set(asked[0]) <= questions
-    firsts = Counter(script[1] for script in scripts)
-    assert max(firsts.values()) - min(firsts.values()) <= 4, "questions are used alike"
+SIX = {"first words", "one sentence", "few words", "language", "no word", "list"}
 
 
-def test_the_grid_asks_every_chat(tmp_path, monkeypatch):
+@pytest.mark.parametrize("name", chats.STAGES)
+def test_the_chats_of_a_message_have_different_questions(name):
+    stage, messages = chats.STAGES[name], chats.messages_in(name, SIX)
+    scripts = [text.splitlines() for text in chats.conversations(stage, messages, stage.turns)]
+    assert all(len(script) == 1 + stage.turns for script in scripts)
+    of_message = Counter(script[0] for script in scripts)
+    assert of_message == {message.text: len(stage.chats) for message in messages}
+    questions = exact_messages()["questions"]
+    asked = [[next(q for q in questions if line.endswith(q)) for line in s[1:]] for s in scripts]
+    assert all(len(set(own)) == stage.turns for own in asked), "no question comes twice in a chat"
+    for first in range(0, len(scripts), len(stage.chats)):
+        firsts = {own[0] for own in asked[first : first + len(stage.chats)]}
+        assert len(firsts) == len(stage.chats)
+    plain = [line for script in scripts for line in script[1:] if line in questions]
+    assert len(plain) == len(scripts) * stage.turns or stage.against
+
+
+def test_the_kinds_of_the_test_are_those_of_the_pilot():
+    assert chats.kinds_of("qwen2.5-coder-1.5b-instruct", chats.OUT) == SIX
+    assert len(chats.messages_in("test", SIX)) == 62
+    assert not set(chats.FOR_HEADS) & {message.text for message in messages_of("test")}
+    assert set(chats.FOR_HEADS) <= {message.text for message in messages_of("choose")}
+
+
+def test_in_a_third_of_the_chats_users_ask_against_the_message():
+    stage, messages = chats.STAGES["test"], chats.messages_in("test", SIX)
+    forms = [form.format(question="") for form in exact_messages()["against"]]
+    scripts = [text.splitlines() for text in chats.conversations(stage, messages, 16)]
+    against = [
+        [any(line.startswith(form) for form in forms) for line in script[1:]] for script in scripts
+    ]
+    assert 0.3 < sum(map(any, against)) / len(against) < 0.36
+    odd = [turn % 2 == 1 and turn >= 3 for turn in range(1, 17)]
+    assert all(own in (odd, [False] * 16) for own in against)
+    short = chats.conversations(stage, messages, 8)
+    assert [text.splitlines() for text in short] == [script[:9] for script in scripts]
+
+
+def test_the_grids_ask_every_chat_in_every_arm(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    chats.write("pilot", "smollm2-135m", Path("made"))
-    (cell,) = load_grid("made/grid.toml", check=False).cells
-    assert list(cell.prompts) == json.loads(Path("made/conversations.json").read_text())
-    assert cell.length == chats.TOKENS
+    model, tables, folder = "smollm2-135m", Path("tables"), Path("made")
+    for name in ("pilot", "test"):
+        chats.write_chats(name, folder / name, SIX)
+    heads = pd.DataFrame({"model": model, "layer": [3, 4], "head": [1, 0]})
+    arms = list(chats.FIRST_STRENGTHS)
+    tuned = pd.DataFrame({"model": model, "arm": arms, "strength": [1.5, 0.5, 2, 3], "tuned": True})
+    tables.mkdir()
+    heads.to_csv(tables / "heads.csv")
+    tuned.to_csv(tables / "strengths.csv")
+    (folder / "vectors.parquet").write_text("")
+    header = chats.HEADER.format(stage="test", model=model, tokens=chats.TOKENS, rows=32)
+    grid = folder / "test" / "grid.toml"
+    grid.write_text("\n".join([header, *chats.test_blocks(model, folder / "test", tables)]))
+    cells = load_grid(grid, check=False, allow_code=True).cells
+    assert [analyse.arm_of(cell) for cell in cells] == [
+        "no bias", "chosen heads", "message repeated", "all heads", "chosen heads, constant",
+        "activation addition",
+    ]  # fmt: skip
+    assert [analyse.strength_of(cell) for cell in cells] == [0, 1.5, 0, 0.5, 2, 3]
+    assert [cell.n_turns for cell in cells] == [16, 16, 16, 8, 8, 8]
+    assert all(len(cell.prompts) == 124 and cell.keeps_turns for cell in cells)
+    later = cells[2].task.chat.later
+    repeated = [turn for turn, text in enumerate(later, start=2) if "{prompt:1}" in text]
+    assert repeated == [5, 9, 13]
+    bias = cells[4].active_augmentations[0]
+    assert bias.bias(300, 10) == bias.bias(1000, 10) == pytest.approx(2 * np.log(30))
 
 
 def test_an_answer_is_judged_by_its_own_message():
@@ -40,16 +96,71 @@ def test_an_answer_is_judged_by_its_own_message():
     texts = pd.DataFrame(
         {"prompt": [f"{m.text}\nWhy?" for m in (one, two)], "continuation": [answer] * 2}
     )
-    table = chats.judged(texts, [one, two])
+    table = analyse.judged(texts, [one, two])
     assert list(table["followed"]) == [0.0, 100.0]
     assert list(table["kind"]) == ["one sentence", "two sentences"]
     with pytest.raises(KeyError):
-        chats.judged(texts, [one])
+        analyse.judged(texts, [one])
 
 
 def test_a_kind_is_followed_by_its_first_answers():
     rows = [("a", 1, 100), ("a", 1, 0), ("a", 2, 0), ("b", 1, 0), ("b", 2, 100)]
     answers = pd.DataFrame(rows, columns=["kind", "turn", "followed"]).assign(message="m")
-    table = chats.shares(answers).set_index(["kind", "turn"])
+    table = analyse.shares(answers).set_index(["kind", "turn"])
     assert table["mean"].to_dict() == {("a", 1): 50, ("a", 2): 0, ("b", 1): 0, ("b", 2): 100}
     assert table["kind is followed"].groupby("kind").all().to_dict() == {"a": True, "b": False}
+
+
+def test_what_is_seen_before_an_answer_is_that_of_a_plain_reading():
+    """The effect is that of `span_effect`, the attention that of a teacher-forced text."""
+    model = load_model("smollm2-135m", dtype="float32", model_class="TransformersModel")
+    message, *asked = "Answer in one sentence.", "How are you?", "Why?"
+    task = chat_task(chat(message, asked[0]), later=asked[1:])
+    settings = {"method": {"name": "chat", "keep_turns": True}, "length": 6, "trace": "none"}
+    texts = generate(model, task=task, **settings).texts()
+    answers = texts.assign(prompt="\n".join([message, *asked]))
+    chosen = np.array([[3, 1], [20, 4]])
+    seen = measures.before_answers(model, answers, chosen)
+    layout = Layout.of_chat(model.tokenizer, chat(message, asked[0]))
+    written = [*answers["context"].iloc[-1], *answers["tokens"].iloc[-1]][len(layout) :]
+    steps = [len(context) - len(layout) for context in answers["context"]]
+    effect = circuits.span_effect(model, layout, written)[steps]
+    assert seen["effect"] == pytest.approx(effect, rel=1e-3, abs=1e-6)
+    trace = teacher_forced(model, layout, [written], trace="full")
+    masses = trace["prefix"].to_numpy()[0, 0][steps]  # step layer head
+    assert seen["attention"] == pytest.approx(masses.mean(axis=(1, 2)), rel=1e-4)
+    of_heads = (masses[:, 3, 1] + masses[:, 20, 4]) / 2
+    assert seen["attention of chosen heads"] == pytest.approx(of_heads, rel=1e-4)
+    logits = forced_logits(model, layout, written, [])[0, steps]
+    entropy = torch.distributions.Categorical(logits=logits).entropy()
+    assert seen["entropy"] == pytest.approx(entropy.numpy(), rel=1e-4)
+
+
+def test_an_alarm_rings_where_attention_is_small():
+    rng, rows = np.random.default_rng(1), []
+    for message, number, turn in product(range(20), range(6), range(1, 9)):
+        broke, noise = int(rng.random() < 0.5), rng.normal(size=4)
+        seen = dict(zip(measures.MEASURES, noise, strict=True))
+        seen["attention"] -= 2 * broke
+        where = {"message": f"m{message}", "chat": number, "turn": turn, "against": False}
+        rows.append(where | {"keys": 40 * turn, "broke": broke} | seen)
+    table = measures.alarms(pd.DataFrame(rows)).set_index("measure")
+    assert table["predicts"].to_dict() == dict.fromkeys(measures.MEASURES, False) | {
+        "attention": True
+    }
+    assert table.loc["attention", "precision"] > 0.8 > table.loc["entropy", "precision"]
+
+
+def test_slopes_tell_turns_from_tokens():
+    """Whether answers follow depends on the tokens alone, which grow faster for some messages."""
+    rng, rows = np.random.default_rng(1), []
+    for message, number, turn in product(range(30), range(4), range(1, 17)):
+        keys = turn * (20 if message % 2 else 100)
+        followed = 100.0 * (rng.random() < 1 / (1 + np.exp((keys - 500) / 150)))
+        rows.append((f"m{message}", number, turn, keys, followed))
+    names = ["message", "chat", "turn", "keys", "followed"]
+    slopes = analyse.turns_and_tokens(pd.DataFrame(rows, columns=names))
+    low, high = np.percentile(slopes[1:], [2.5, 97.5], axis=0)
+    assert low[0] < 0.3
+    assert high[0] > -0.3
+    assert high[1] < -0.5
