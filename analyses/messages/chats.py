@@ -314,7 +314,7 @@ def test_blocks(model: str, folder: Path, tables: Path) -> list[str]:
 
 
 def choose_heads(model: str, path: str, folder: Path, out: Path) -> None:
-    """Write heads.csv, and the vectors of all messages of tuning and test."""
+    """Write heads.csv, and the vectors of all messages of tuning and test; what is there stays."""
     questions = benchmark()["other_questions"][:ASKED]
     texts = [message.text for name in ("choose", "test") for message in messages_of(name)]
     loaded = load_model(path, dtype="bfloat16", model_class="TransformersModel")
@@ -334,6 +334,9 @@ def choose_heads(model: str, path: str, folder: Path, out: Path) -> None:
         with atomic_write(file) as fresh:
             pd.DataFrame(rows).to_parquet(fresh, index=False)
     del loaded
+    heads = out / "heads.csv"
+    if heads.exists() and model in set(pd.read_csv(heads)["model"]):
+        return
     task = Task(
         name="messages",
         length_counts_prompt=False,
@@ -346,7 +349,7 @@ def choose_heads(model: str, path: str, folder: Path, out: Path) -> None:
         {"layer": layer, "head": head} | dict(zip(("slope", "low", "high"), values, strict=True))
         for (layer, head), values in zip(selection.heads, selection.scores, strict=False)
     ]
-    replace_rows(out / "heads.csv", model, pd.DataFrame(rows))
+    replace_rows(heads, model, pd.DataFrame(rows))
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ stage() {
     python "$here/analyse.py" "$1" $model --models "$models"
 }
 [ -f "$root/figures/messages/pilot.csv" ] || stage pilot
-[ -f "$root/figures/messages/heads.csv" ] || python "$here/chats.py" heads $model --models "$models"
+python "$here/chats.py" heads $model --models "$models"
 # Tuning has three rounds; one that has nothing left to try makes nothing.
 for name in tune tune tune test alarm; do
     stage $name
