@@ -33,6 +33,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from lapa2_interp._util.parsing import read_text
 from lapa2_interp._util.settings import takes
 from lapa2_interp.bias.augmentation import Augmentation
 from lapa2_interp.circuits.contrast_set import ContrastSet
@@ -282,7 +283,11 @@ def _learn(
     notify: Callable[[str], None],
 ) -> Selection | None:
     """The card of learned strengths; from the folder if it is there. None where none are learned,
-    for example because too few texts have their attribute."""
+    for example because too few texts have their attribute; the reason stays in the folder."""
+    reason = folder / "left_out.txt"
+    if reason.is_file():
+        notify(f"{LEARNED} are left out: {read_text(reason)}")
+        return None
     if not (folder / CARD).is_file():
         model = load_model(plan.model, "float32", device, plan.model_class)
         try:
@@ -296,6 +301,7 @@ def _learn(
             )
         except (CircuitError, DataError) as error:
             notify(f"{LEARNED} are left out: {error}")
+            write_text(reason, str(error))
             return None
     return Selection.load(folder / CARD)
 
