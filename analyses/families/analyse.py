@@ -36,7 +36,9 @@ from analyses.families.grids import (
     ADDITION,
     ALL,
     CHOSEN,
+    COOL,
     COST,
+    EQUAL,
     FIRST_STRENGTHS,
     GEMMA,
     HALF,
@@ -86,6 +88,9 @@ FURTHER = (
     (RANDOM, NO_BIAS),
     (SPARED, CHOSEN),
     (SPARED, NO_BIAS),
+    (CHOSEN, EQUAL),
+    (EQUAL, NO_BIAS),
+    (CHOSEN + COOL, NO_BIAS + COOL),
 )
 ATTRIBUTES = ("positive", "negative")
 MARGIN = 5.0
@@ -159,7 +164,7 @@ def arm_of(cell: Cell) -> str:
     arms = (HALF, OPPOSING, SPARED, CHOSEN, RANDOM, ALL)
     return next(
         (arm for arm in arms if cell.label.startswith(arm)),
-        "all heads, equal attention" if cell.label.startswith("equal") else NO_BIAS,
+        EQUAL if cell.label.startswith("equal") else NO_BIAS,
     ) + (f", temperature {cell.temperature:g}" if cell.temperature != 1 else "")
 
 

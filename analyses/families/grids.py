@@ -39,6 +39,10 @@ MADE = Path("made")
 """What the stages make: a folder for each model."""
 NO_BIAS, HALF, ALL, CHOSEN = "no bias", "all heads at 1/2", "all heads", "chosen heads"
 RANDOM, OPPOSING, ADDITION = "random heads", "chosen heads, opposing down", "activation addition"
+EQUAL = "all heads, equal attention"
+"""With as much attention on the prefix as the chosen heads give it."""
+COOL = ", temperature 0.8"
+"""The end of the names of two arms."""
 SPARED = "chosen heads, first token spared"
 """A bias on all tokens of the prefix but its first."""
 LAYER_STRENGTHS = (1.5, 4.0)
