@@ -197,11 +197,11 @@ def with_readings(answers: pd.DataFrame, path: str, file: Path) -> pd.DataFrame:
     answers.loc[read, "nll"] = nll(model, answers[read], file=file)
     questions = exact_messages()["questions"]
 
-    def other(asked: str) -> str:
+    def distant(asked: str) -> str:
         own = next(i for i, question in enumerate(questions) if asked.endswith(question))
         return questions[(own + len(questions) // 2) % len(questions)]
 
-    answers["other"] = answers["question"].map(other)
+    answers["other"] = answers["question"].map(distant)
     elsewhere = np.array(nll(model, answers[read], "other", file))
     own = answers.loc[read, "nll"]
     relevant = pd.Series(100.0 * (elsewhere > own), index=own.index).where(own.notna())

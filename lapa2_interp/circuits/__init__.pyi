@@ -10,6 +10,8 @@ from .fading import measure_fading as measure_fading
 from .gradients import Attribution as Attribution
 from .gradients import attribution as attribution
 from .gradients import prefilter_recall as prefilter_recall
+from .hidden_span import SpanReading as SpanReading
+from .hidden_span import read_span as read_span
 from .hidden_span import span_effect as span_effect
 from .knockout import JointCurve as JointCurve
 from .knockout import KnockOut as KnockOut

@@ -39,8 +39,9 @@ def chat(
 
     Without a file you write the messages, one a line. After each answer follow the attention on the
     span and the effect of removing it: the Jensen-Shannon divergence of the next token's
-    predictions, mean over the answer (float32 shows a faded one, bfloat16 may not). There is no
-    bias before --alpha, or /alpha 0.5 in the chat. Of a file shown are the span's tokens, the
+    predictions, mean over the answer (float32 shows a faded one, bfloat16 may not). Both follow
+    again as they were before the answer's first token, with the entropy of its prediction. There is
+    no bias before --alpha, or /alpha 0.5 in the chat. Of a file shown are the span's tokens, the
     continuations, and the attention on the span against step. Nothing is stored. For example
 
         lapa2 chat --system "You are a pirate. Be brief."

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 SYSTEM = "You are a sailor. Speak of the sea in every sentence."
 """The system message of a chat that is given none."""
 COMMANDS = ("/alpha", "/quit")
+FADE = ("keys", "attention", "effect", "attention_before", "effect_before", "entropy_before")
+"""Columns of `chat_fade` that are told."""
 
 
 @dataclass
@@ -159,7 +161,7 @@ class LiveChat:
             "turn": self.turn,
             "augmentation": [rule.model_dump(mode="json") for rule in rules],
             "text": continuation,
-            **{name: fade[name].item() for name in ("keys", "attention", "effect")},
+            **{name: fade[name].item() for name in FADE},
         }
         if self.as_json:
             print(json.dumps(facts, ensure_ascii=False), flush=True)
@@ -172,5 +174,7 @@ def fade_line(span: str, facts: Mapping[str, Any]) -> str:
     name = "the system message" if span == "system" else "the span"
     return (
         f"{facts['keys']} keys: attention on {name} {facts['attention']:.4f}, effect of removing"
-        f" it {1000 * facts['effect']:.3f}/1000 nats"
+        f" it {1000 * facts['effect']:.3f}/1000 nats; before the answer attention"
+        f" {facts['attention_before']:.4f}, effect {1000 * facts['effect_before']:.3f}/1000 nats,"
+        f" entropy {facts['entropy_before']:.2f} nats"
     )

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pandas as pd
 
-from lapa2_interp.attention.tables import pooled
-from lapa2_interp.circuits.hidden_span import span_effect
+from lapa2_interp.circuits.hidden_span import read_span
 from lapa2_interp.errors import MethodError
 from lapa2_interp.generation.arrange import chat_layout
 from lapa2_interp.models.facts import Model
@@ -17,6 +16,9 @@ from lapa2_interp.runs.manifest import check_weights
 
 if TYPE_CHECKING:
     from lapa2_interp.runs.run import Run
+
+READ = ("attention", "effect", "attention_before", "effect_before", "entropy_before")
+"""Columns of what is read."""
 
 
 @accepts_model_name
@@ -43,9 +45,9 @@ def chat_fade(model: Model, run: Run) -> pd.DataFrame:
 
     Returns:
         One row for each answer, with the columns cell, arm, prompt, sample, turn, keys (before the
-        answer's first token, with BOS), attention (on the span, mean over steps, layers and heads;
-        NaN without a trace) and effect (of the span, mean over steps of `circuits.span_effect`,
-        under the answer's own bias, in nats; NaN for an empty answer).
+        answer's first token, with BOS), and what `circuits.read_span` says under the answer's own
+        bias: attention and effect (means over steps), and attention_before, effect_before and
+        entropy_before (at the first step, so before the answer). NaN for an empty answer.
 
     Raises:
         MethodError: Another method, or kept turns.
@@ -61,23 +63,21 @@ def chat_fade(model: Model, run: Run) -> pd.DataFrame:
                 f" {method}; generate it with method='chat'"
             )
         check_weights(run.manifest(key), model)
-        texts, trace = run.texts(key), run.trace(key)
-        attention = np.full(len(texts), np.nan)
-        if trace is not None:
-            # The steps of answers that ended early are NaN.
-            masses = np.ma.masked_invalid(pooled(trace, "prefix")[0])
-            attention = masses.mean(axis=1).filled(np.nan)
+        texts = run.texts(key)
         if "turn" not in texts:
             texts["turn"] = 1
-        keys, effects = np.zeros(len(texts), int), np.full(len(texts), np.nan)
+        rows: list[dict[str, float]] = [{} for _ in range(len(texts))]
         for _, chat in texts.groupby(["prompt", "sample"], sort=False):
             form = cell.branches[0].chat.filled(prompt=str(chat["prompt"].iloc[0]))
             answers = chat["continuation"].tolist()
             for turn, row in enumerate(texts.index.get_indexer(chat.index)):
                 layout = chat_layout(model.tokenizer, form, answers[:turn])
-                keys[row], tokens = len(layout), chat["tokens"].iloc[turn]
-                if len(tokens):
-                    effects[row] = span_effect(model, layout, tokens, cell.augmentation).mean()
-        table = texts[["cell", "arm", "prompt", "sample", "turn"]]
-        tables.append(table.assign(keys=keys, attention=attention, effect=effects))
+                rows[row] = {"keys": len(layout)} | dict.fromkeys(READ, np.nan)
+                if len(tokens := chat["tokens"].iloc[turn]):
+                    reading = read_span(model, layout, tokens, cell.augmentation)
+                    means = reading.attention.mean(), reading.effect.mean()
+                    before = (values[0] for values in reading)
+                    rows[row] |= dict(zip(READ, (*means, *before), strict=True))
+        table = texts[["cell", "arm", "prompt", "sample", "turn"]].reset_index(drop=True)
+        tables.append(table.join(pd.DataFrame(rows)))
     return pd.concat(tables, ignore_index=True)

@@ -33,11 +33,10 @@ from lapa2_interp.attention.cache import BridgeRows, Rows, new_rows, rows_in_mem
 from lapa2_interp.attention.hooked import augmented
 from lapa2_interp.bias.layout import Layout, left_pad
 from lapa2_interp.bias.tokens import decode_answer, decode_continuation
-from lapa2_interp.circuits.hidden_span import span_effect
+from lapa2_interp.circuits.hidden_span import read_span
 from lapa2_interp.errors import Lapa2Error
 from lapa2_interp.generation.arrange import chat_stream
 from lapa2_interp.generation.sampling import NOTHING, draw, uniforms
-from lapa2_interp.generation.teacher_forcing import teacher_forced
 from lapa2_interp.generation.turns import read_behind, slots_to_read
 from lapa2_interp.models.card import identify
 from lapa2_interp.models.facts import Model, decided_path, facts_of
@@ -336,7 +335,7 @@ class Engine:
             answer.emit(piece)
 
     def report(self, answer: Answer) -> dict[str, Any]:
-        """The attention on the span and its effect, for every token of an answer."""
+        """The attention on the span, its effect, and the entropy, for every token of an answer."""
         asked = answer.asked
         if not asked.layout.prefix.size:
             return {"span": None}
@@ -344,23 +343,15 @@ class Engine:
             asked.layout.prefix.start - asked.layout.pad,
             asked.layout.prefix.stop - asked.layout.pad,
         ]
-        trace = teacher_forced(
-            self.model, asked.layout, [answer.tokens], asked.rules or None, trace="pooled"
-        )
-        attention = (
-            trace["prefix"].mean(["layer", "head"])
-            if "head" in trace["prefix"].dims
-            else trace["prefix"]
-        )
-        masses = np.asarray(attention.to_numpy(), float).reshape(-1, len(answer.tokens))[0]
-        effect = span_effect(self.model, asked.layout, answer.tokens, asked.rules)
+        reading = read_span(self.model, asked.layout, answer.tokens, asked.rules)
         decode = self.model.tokenizer.decode
         report = {
             "span": span,
             "span_tokens": [decode([token]) for token in asked.layout.ids[slice(*span)]],
             "tokens": [decode([token]) for token in answer.tokens],
-            "attention": [round(float(mass), 6) for mass in masses],
-            "effect": [float(f"{value:.4g}") for value in effect],
+            "attention": [round(float(mass), 6) for mass in reading.attention],
+            "effect": [float(f"{value:.4g}") for value in reading.effect],
+            "entropy": [float(f"{value:.4g}") for value in reading.entropy],
         }
         if asked.marks is not None:
             text = asked.marks.text

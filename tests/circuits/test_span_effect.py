@@ -6,7 +6,7 @@ import torch
 from conftest import TINY, load
 
 from lapa2_interp import Augmentation, Layout
-from lapa2_interp.circuits import span_effect
+from lapa2_interp.circuits import read_span, span_effect
 from lapa2_interp.errors import CircuitError, LayoutError
 from lapa2_interp.methods.registry import HIDDEN
 
@@ -50,6 +50,14 @@ def test_an_effect_is_the_divergence_of_passes_with_hooks(name):
     effect = span_effect(model, layout, tokens)
     np.testing.assert_allclose(effect, by_hooks(model, layout, tokens), atol=1e-9)
     assert effect.min() > 0
+    reading, ids = read_span(model, layout, tokens), torch.tensor([[*layout.ids, *tokens[:-1]]])
+    logits, cache = model.run_with_cache(ids)
+    patterns = torch.stack([cache[f"blocks.{i}.attn.hook_pattern"][0] for i in range(model.cfg.n_layers)])  # fmt: skip
+    n = len(layout)
+    masses = patterns[:, :, n - 1 :, slice(*layout.prefix)].sum(-1).mean((0, 1))
+    np.testing.assert_allclose(reading.attention, masses.detach(), atol=1e-6)
+    entropy = torch.distributions.Categorical(logits=logits[0, n - 1 :]).entropy()
+    np.testing.assert_allclose(reading.entropy, entropy.detach(), atol=1e-9)
     constant = Augmentation(alpha=0.5, law="constant", l0=20)
     b = layout.bias(constant, np.array([len(layout)]))[0]
     steered = span_effect(model, layout, tokens, constant)

@@ -10,7 +10,7 @@ from conftest import load
 
 from lapa2_interp import Augmentation, Layout, augmented, generate
 from lapa2_interp.cli.app import main
-from lapa2_interp.cli.live_chat import SYSTEM
+from lapa2_interp.cli.live_chat import FADE, SYSTEM
 from lapa2_interp.errors import MethodError, TraceError
 from lapa2_interp.methods.chat import chat_task
 from lapa2_interp.report import chat_fade
@@ -64,7 +64,7 @@ def test_a_live_chat_says_what_a_chat_of_later_messages_says(chat, chatting):
     assert [answer["text"] for answer in made] == texts["continuation"].tolist()
     assert [answer["turn"] for answer in made] == fade["turn"].tolist() == [1, 2, 3]
     assert [answer["keys"] for answer in made] == [*map(len, texts["context"])]
-    for name in ("attention", "effect"):
+    for name in FADE:
         np.testing.assert_allclose([answer[name] for answer in made], fade[name], atol=1e-6)
 
 
@@ -95,7 +95,8 @@ def test_the_line_after_an_answer_tells_the_fade(chat, chatting):
     _, of_json, _ = chat("Why?", "/alpha 0.5", "And snow?", options=["--system", "Be brief.", "--json"])  # fmt: skip
     for line, answer in zip(lines, answers(of_json), strict=True):
         assert f", {answer['keys']} keys: attention on the system message {answer['attention']:.4f}," in line  # fmt: skip
-        assert line.endswith(f"effect of removing it {1000 * answer['effect']:.3f}/1000 nats")
+        assert f"effect of removing it {1000 * answer['effect']:.3f}/1000 nats; before the" in line
+        assert line.endswith(f"entropy {answer['entropy_before']:.2f} nats")
 
 
 def test_the_fade_of_a_chat_is_that_of_whole_passes(chatting):
@@ -125,6 +126,9 @@ def test_the_fade_of_a_chat_is_that_of_whole_passes(chatting):
         js = np.mean([(p * np.log(p / middle)).sum(-1) for p in predicted], axis=0)
         assert fade["effect"][i] == pytest.approx(js.mean(), abs=1e-12)
         assert fade["attention"][i] == pytest.approx(patterns[0], abs=1e-6)
+        assert fade["effect_before"][i] == pytest.approx(js[0], abs=1e-12)
+        entropy = -(predicted[0][0] * np.log(predicted[0][0])).sum()
+        assert fade["entropy_before"][i] == pytest.approx(entropy, abs=1e-9)
         assert patterns[1] == 0
         assert fade["keys"][i] == len(row["context"])
     assert fade["turn"].tolist() == texts["turn"].tolist()
@@ -138,7 +142,7 @@ def test_the_fade_is_read_from_chats_of_this_model_alone(chatting):
     with pytest.raises(MethodError, match="found keep_turns"):
         chat_fade(chatting, run)
     run = generate(chatting, method="chat", task=task, length=2, trace="none")
-    assert chat_fade(chatting, run)["attention"].isna().all()
+    assert chat_fade(chatting, run)["attention_before"].between(0, 1).all(), "without a trace, too"
     with pytest.raises(TraceError, match="the run was made with weights"):
         chat_fade(load("random:tiny-llama", "float64"), run)
 

@@ -10,7 +10,7 @@ from families import save_family
 from servers import CHAT, RULES, SYSTEM, TEMPLATE, Asker, asker, model  # noqa: F401
 
 from lapa2_interp import Augmentation, Layout, generate, load_model, teacher_forced
-from lapa2_interp.circuits.hidden_span import span_effect
+from lapa2_interp.circuits.hidden_span import forced_logits, span_effect
 from lapa2_interp.methods.chat import chat_task
 from lapa2_interp.serving import engine as engine_module
 from lapa2_interp.serving.engine import Engine, QueueFullError
@@ -267,6 +267,9 @@ def test_a_report_is_attention_and_effect_by_token(asker, model):
     np.testing.assert_allclose(report["attention"], attention, atol=1e-6)
     effect = span_effect(model, layout, answer.tokens, RULES)
     np.testing.assert_allclose(report["effect"], effect, rtol=1e-3)
+    logits = forced_logits(model, layout, answer.tokens, answer.asked.rules)[0]
+    entropy = torch.distributions.Categorical(logits=logits).entropy()
+    np.testing.assert_allclose(report["entropy"], entropy, rtol=1e-3)
 
 
 def test_a_client_that_goes_away_frees_its_place(asker):
