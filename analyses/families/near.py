@@ -57,6 +57,7 @@ from lapa2_interp.attention.continued_rows import continued_rows
 from lapa2_interp.attention.hooked import augmented
 from lapa2_interp.bias.augmentation import AugmentationLike
 from lapa2_interp.bias.layout import left_pad
+from lapa2_interp.bias.recipes import parse_recipes
 from lapa2_interp.circuits.contrast_set import ContrastSet
 from lapa2_interp.circuits.examples import RAW, write_texts
 from lapa2_interp.circuits.metrics import METRICS, Predictions
@@ -275,7 +276,12 @@ def read_forced_texts(name: str, models: Path, out: Path) -> None:
         arm_file = MADE / name / "near" / f"forced, {name_of(bias, moved)}.npz"
         if not arm_file.exists():
             cards = [MODELS[name].card_of(i) for i in range(len(prompts))]
-            rules = [rule_of(name, bias, card if bias == CHOSEN else None, out) for card in cards]
+            rules: list[AugmentationLike] = [
+                None
+                if bias == NO_BIAS
+                else parse_recipes(rule_of(name, bias, card if bias == CHOSEN else None, out))
+                for card in cards
+            ]
             with kept_near(model, moved) if moved else nullcontext():
                 measured = forced_values(model, contrast_set, rules)
             with atomic_write(arm_file) as fresh, fresh.open("wb") as stream:
