@@ -110,7 +110,9 @@ def before_answers(
     said = str(answers["prompt"].iloc[0]).splitlines()
     messages = ({"role": "system", "content": said[0]}, {"role": "user", "content": said[1]})
     layout = chat_layout(model.tokenizer, ChatForm(messages=messages))
-    begins = [len(context) for context in answers["context"]]
+    # The first turn is always read up to its end, though it may not be asked for.
+    ends = sorted({len(layout), *map(len, answers["context"])})
+    asked = slice(len(ends) - len(answers), None)
     context = list(map(int, answers["context"].iloc[-1]))
     if tuple(context[: len(layout)]) != layout.ids:
         raise ValueError(f"the chat of {said[0]!r} does not begin as the template writes it")
@@ -121,19 +123,19 @@ def before_answers(
     rows = new_rows(model, [HIDDEN])
     with augmented(model, rules, layouts, recorder):
         logits = [rows.prompt_pass(layouts)[:, -1]]
-        rows.expand(torch.arange(2, device=logits[0].device), begins[-1])
-        for first, end in pairwise(begins):
+        rows.expand(torch.arange(2, device=logits[0].device), ends[-1])
+        for first, end in pairwise(ends):
             recorder.skip(end - first - 1)
             piece = torch.tensor([context[first:end]] * 2, device=logits[0].device)
             logits.append(rows.read_tokens(piece)[:, -1])
     # step vocab, of either row
-    seen, hidden = torch.stack(logits, dim=1).to(torch.float32)
-    none = torch.zeros(1, len(begins), dtype=torch.long, device=seen.device)
+    seen, hidden = torch.stack(logits, dim=1)[:, asked].to(torch.float32)
+    none = torch.zeros(1, len(answers), dtype=torch.long, device=seen.device)
     effect = js(Predictions(torch.stack([seen, hidden])[:, None], none))[0]
     log_probs = seen.log_softmax(-1)
     entropy = -(log_probs.exp() * log_probs).sum(-1)
-    trace = recorder.dataset(layouts[:1] * 2, ["chat"], [len(begins)] * 2)
-    masses = trace["prefix"].to_numpy()[0, 0]  # step layer head
+    trace = recorder.dataset(layouts[:1] * 2, ["chat"], [len(ends)] * 2)
+    masses = trace["prefix"].to_numpy()[0, 0, asked]  # step layer head
     return {
         ATTENTION: masses.mean(axis=(1, 2)),
         CHOSEN: masses[:, chosen[:, 0], chosen[:, 1]].mean(axis=1),

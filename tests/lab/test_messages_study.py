@@ -10,12 +10,14 @@ import pytest
 import torch
 
 from analyses.instructions.analyse import chat
-from analyses.messages import analyse, chats, measures
+from analyses.messages import analyse, chats, loop, measures
 from lapa2_interp import Layout, circuits, generate, load_model
+from lapa2_interp.bias.recipes import parse_recipes
 from lapa2_interp.circuits.hidden_span import forced_logits
 from lapa2_interp.generation.teacher_forcing import teacher_forced
 from lapa2_interp.methods.chat import chat_task
 from lapa2_interp.runs.grid import load_grid
+from lapa2_interp.serving.engine import Engine
 from lapa2_interp.tasks.exact_messages import Message, exact_messages, messages_of
 
 SIX = {"first words", "one sentence", "few words", "language", "no word", "list"}
@@ -134,6 +136,36 @@ def test_what_is_seen_before_an_answer_is_that_of_a_plain_reading():
     logits = forced_logits(model, layout, written, [])[0, steps]
     entropy = torch.distributions.Categorical(logits=logits).entropy()
     assert seen["entropy"] == pytest.approx(entropy.numpy(), rel=1e-4)
+    last = measures.before_answers(model, answers.iloc[1:], chosen)
+    for name in measures.MEASURES:
+        assert last[name] == pytest.approx(seen[name][1:], rel=1e-6)
+
+
+def test_a_bias_acts_in_its_own_answers_alone():
+    model = load_model("smollm2-135m", dtype="float32", model_class="TransformersModel")
+    said = [chat("Answer in one sentence.", asked) for asked in ("Why?", "How?", "Who are you?")]
+    engine = Engine(model, keep_bytes=0)
+    engine.start()
+    rules = parse_recipes("lapa2:alpha=3")
+    plain, mixed, biased = (
+        loop.answer(engine, model, said, acts, rules, turn=1)
+        for acts in ([False] * 3, [False, True, False], [True] * 3)
+    )
+    engine.stop()
+    assert [mixed[0], mixed[2]] == [plain[0], plain[2]]
+    assert mixed[1] == biased[1] != plain[1]
+
+
+def test_arms_of_the_loop_act_as_often():
+    made = {"alarm": [pd.DataFrame({"acts": [True, False, True, False, False]})]}
+    settings = [1, [[]] * 5, made, None, None, "effect", 0.0]
+    assert sum(loop.which("random", *settings)) == 2
+    assert loop.which("random", *settings) == loop.which("random", *settings)
+    thirds = [loop.which("every third turn", turn, [[]] * 2, *settings[2:]) for turn in (1, 3, 6)]
+    assert thirds == [[False] * 2, [True] * 2, [True] * 2]
+    before = pd.DataFrame({"effect": np.arange(9.0), "entropy": np.arange(9.0)})
+    assert (-before["effect"] >= loop.threshold(before, "effect")).sum() == 3
+    assert (before["entropy"] >= loop.threshold(before, "entropy")).sum() == 3
 
 
 def test_an_alarm_rings_where_attention_is_small():
