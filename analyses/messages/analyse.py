@@ -29,7 +29,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from analyses.families.analyse import costs, difference_of, replace_rows
+from analyses.families.analyse import costs, difference_of, exact_p, replace_rows
 from analyses.families.grids import ADDITION, MADE, MODELS, NO_BIAS, next_strengths, path_of
 from analyses.instructions.analyse import nll
 from analyses.lab.scripts import ScriptOptions
@@ -269,7 +269,8 @@ def differences(answers: pd.DataFrame) -> pd.DataFrame:
                 continue
             change = difference_of(steered, base, "followed")
             ends = {"difference": change.mean, "low": change.low, "high": change.high}
-            rows.append({"turn": turn, "arm": arm, "against": against} | ends | {"p": change.p})
+            p = exact_p(steered, base, "followed")
+            rows.append({"turn": turn, "arm": arm, "against": against} | ends | {"p": p})
     table = pd.DataFrame(rows)
     first = (table["turn"] == TURNS) & (table["against"] == NO_BIAS)
     table.loc[first, "p_holm"] = holm(table.loc[first, "p"].to_numpy())
