@@ -12,6 +12,8 @@ its message, and writes to figures/messages:
   chat, turn, if the user asks against, if it follows (100 or 0), tokens, keys before it, attention
   on the message (percent; mean over layers, heads and steps), nll and relevance (the test, at turns
   1, 4 and 8);
+- *neutral*: chance.csv, by kind and turn the share of answers to a neutral message that follow the
+  messages of the test, which were not given;
 - after *test*, or alone with *compare*: shares.csv by arm, kind and turn; differences.csv, arms
   minus no bias at turns 8 and 16 with Holm's correction; costs.csv; fade.csv, where no bias first
   falls below its first turn, and what turns and tokens do.
@@ -82,6 +84,12 @@ def main() -> None:
     if options.models is None and options.stage in ("tune", "test"):
         parser.error(f"{options.stage} reads answers with the model, and needs --models")
     folder = MADE / options.model / "messages" / options.stage
+    if options.stage == "neutral":
+        messages = messages_in("test", kinds_of(options.model, options.out))
+        run = load_run(folder / "run")
+        table = chance(run.texts(list(run.finished)), messages)
+        replace_rows(options.out / "chance.csv", options.model, table)
+        return
     answers = answers_of(options.stage, options.model, folder, options.out)
     if options.stage == "pilot":
         replace_rows(options.out / "pilot.csv", options.model, shares(answers))
@@ -158,6 +166,24 @@ def judged(texts: pd.DataFrame, messages: Sequence[Message]) -> pd.DataFrame:
             for message, answer in zip(own, texts["continuation"], strict=True)
         ],
     )
+
+
+def chance(texts: pd.DataFrame, messages: Sequence[Message]) -> pd.DataFrame:
+    """The share of answers that follow messages which they were not given, by kind (or all of them)
+    and turn; each message counts once."""
+    rows = []
+    for message in messages:
+        followed = 100.0 * texts["continuation"].map(message.is_followed)
+        of_turns = followed.groupby(texts["turn"]).mean()
+        rows += [
+            {"kind": kind, "turn": turn, "mean": mean, "answers": len(texts) // len(of_turns)}
+            for kind in ("all", message.kind)
+            for turn, mean in of_turns.items()
+        ]
+    table = pd.DataFrame(rows).groupby(["kind", "turn"], sort=False)
+    return table.agg(
+        mean=("mean", "mean"), messages=("mean", "size"), answers=("answers", "max")
+    ).reset_index()
 
 
 def attention_on_message(run: Run, answers: pd.DataFrame) -> np.ndarray:

@@ -10,7 +10,8 @@ conversations, tasks and grid.toml into made/MODEL/messages/STAGE. Stages:
   activation addition (vectors.parquet in made/MODEL/messages);
 - *tune*: messages that choose, two chats each, four turns, strengths that are tried next;
 - *test*: messages of the test, two chats each, every arm with 8 or 16 turns;
-- *alarm*: six more chats of these messages, 8 turns, without a bias.
+- *alarm*: six more chats of these messages, 8 turns, without a bias;
+- *neutral*: 16 chats with a neutral message, 16 turns, which say what chance gives.
 
 Kinds are those that figures/messages/pilot.csv says are followed, and strengths come from
 strengths.csv there, both by analyses/messages/analyse.py.
@@ -101,6 +102,7 @@ STAGES = {
     "tune": Stage("choose", range(2), 2, 4),
     "test": Stage("test", range(2), 2, LONG, against=True),
     "alarm": Stage("test", range(2, 8), 2, TURNS, against=True),
+    "neutral": Stage("test", range(16), 1, LONG),
 }
 
 TURNS_OF = {name: stage.turns for name, stage in STAGES.items()}
@@ -136,6 +138,7 @@ def main() -> None:
         "tune": lambda: tune_blocks(options.model, folder / "tune", options.out),
         "test": lambda: test_blocks(options.model, folder / "test", options.out),
         "alarm": lambda: [chat_block(folder / "alarm", TURNS, {NO_BIAS: "none"})],
+        "neutral": lambda: [chat_block(folder / "neutral", LONG, {NO_BIAS: "none"})],
     }[options.stage]()
     grid = folder / options.stage / "grid.toml"
     grid.unlink(missing_ok=True)
@@ -157,6 +160,8 @@ def kinds_of(model: str, tables: Path) -> set[str]:
 
 def messages_in(stage: str, kinds: set[str]) -> list[Message]:
     """The messages of a stage; the pilot has those of all kinds."""
+    if stage == "neutral":
+        return [Message("neutral", NEUTRAL, "", ())]
     messages = messages_of(STAGES[stage].messages)
     return [message for message in messages if stage == "pilot" or message.kind in kinds]
 

@@ -19,7 +19,7 @@ stage() {
 [ -f "$root/figures/messages/pilot.csv" ] || stage pilot
 python "$here/chats.py" heads $model --models "$models"
 # Tuning has three rounds; one that has nothing left to try makes nothing.
-for name in tune tune tune test alarm; do
+for name in neutral tune tune tune test alarm; do
     stage $name
 done
 python "$here/measures.py" $model --models "$models"

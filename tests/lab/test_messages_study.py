@@ -47,6 +47,21 @@ def test_the_kinds_of_the_test_are_those_of_the_pilot():
     assert set(chats.FOR_HEADS) <= {message.text for message in messages_of("choose")}
 
 
+def test_chance_is_that_of_messages_that_were_not_given():
+    one = Message("one sentence", "Answer in one sentence.", "sentences", (1,))
+    word = Message("no word", 'Never write the word "well".', "avoids", ("well",))
+    answers = [
+        "Water it well before you go.",
+        "Water it all. Then go away.",
+        "Water it all and go.",
+    ]
+    texts = pd.DataFrame({"continuation": answers * 2, "turn": [1] * 3 + [2] * 3})
+    table = analyse.chance(texts, [one, word]).set_index(["kind", "turn"])
+    assert table.loc[("one sentence", 1), "mean"] == pytest.approx(200 / 3)
+    assert table.loc[("no word", 2), "mean"] == pytest.approx(200 / 3)
+    assert table.loc[("all", 1), ["messages", "answers"]].tolist() == [2, 3]
+
+
 def test_in_a_third_of_the_chats_users_ask_against_the_message():
     stage, messages = chats.STAGES["test"], chats.messages_in("test", SIX)
     forms = [form.format(question="") for form in exact_messages()["against"]]
