@@ -100,10 +100,13 @@ LENGTH = 64
 """Tokens of a text, those of its prompt included."""
 
 
+WriteTables = Callable[[str, Path, Path], None]
+"""Takes a model, the folder of `make models`, and that of tables."""
+
+
 def main() -> None:
     """Write the tables of a stage."""
-    parser = ScriptOptions(str(__doc__), formatter_class=argparse.RawDescriptionHelpFormatter)
-    stages: dict[str, Callable[[str, Path, Path], None]] = {
+    stages: dict[str, WriteTables] = {
         "cards": cards,
         "layers": layers,
         "tune": tune,
@@ -111,10 +114,24 @@ def main() -> None:
         "first-token": partial(judge_texts, stage="first-token"),
         "more": partial(judge_texts, stage="more"),
     }
+    run_stage(str(__doc__), stages, compare, OUT)
+
+
+def run_stage(
+    about: str, stages: Mapping[str, WriteTables], compare: Callable[[Path], None], out: Path
+) -> None:
+    """Write the tables of the stage that the command line names, or compare.
+
+    Args:
+        about: What `--help` says.
+        compare: What needs no model.
+        out: The usual folder of tables.
+    """
+    parser = ScriptOptions(about, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("stage", choices=(*stages, "compare"))
     parser.add_argument("model", choices=MODELS, nargs="?")
     parser.add_argument("--models", type=Path, help="the folder of `make models`")
-    parser.add_argument("--out", type=Path, default=OUT)
+    parser.add_argument("--out", type=Path, default=out)
     options = parser.parse_args()
     if options.stage == "compare":
         compare(options.out)

@@ -16,14 +16,13 @@ In intervals the three seeds are resampled first, and then the prompts of each.
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 
-from analyses.families.analyse import costs, difference_of, replace_rows
+from analyses.families.analyse import costs, difference_of, replace_rows, run_stage
 from analyses.families.grids import (
     ADDITION,
     ALL,
@@ -37,7 +36,6 @@ from analyses.families.grids import (
 )
 from analyses.families.grids import OUT as FAMILIES
 from analyses.families.reader import asked
-from analyses.lab.scripts import ScriptOptions
 from analyses.learned.grids import WAYS, seed_of
 from analyses.learned.train import BY_LAYER, OUT, SEEDS, STRENGTHS, VECTOR
 from analyses.rivals.analyse import digits, judged_nll, score
@@ -72,23 +70,8 @@ RESAMPLES = 10_000
 
 def main() -> None:
     """Write the tables of a stage."""
-    parser = ScriptOptions(str(__doc__), formatter_class=argparse.RawDescriptionHelpFormatter)
-    stages: dict[str, Callable[[str, Path, Path], None]] = {
-        "tune": tune,
-        "test": judge_texts,
-        "read": read_texts,
-    }
-    parser.add_argument("stage", choices=(*stages, "compare"))
-    parser.add_argument("model", choices=MODELS, nargs="?")
-    parser.add_argument("--models", type=Path, help="the folder of `make models`")
-    parser.add_argument("--out", type=Path, default=OUT)
-    options = parser.parse_args()
-    if options.stage == "compare":
-        compare(options.out)
-        return
-    if options.model is None or options.models is None:
-        parser.error(f"{options.stage} needs a model and --models")
-    stages[options.stage](options.model, options.models, options.out)
+    stages = {"tune": tune, "test": judge_texts, "read": read_texts}
+    run_stage(str(__doc__), stages, compare, OUT)
 
 
 def way_of(cell: Cell) -> str:

@@ -32,7 +32,15 @@ import numpy as np
 import pandas as pd
 
 from analyses.families.analyse import costs, difference_of, exact_p, replace_rows
-from analyses.families.grids import ADDITION, MADE, MODELS, NO_BIAS, next_strengths, path_of
+from analyses.families.grids import (
+    ADDITION,
+    MADE,
+    MODELS,
+    NO_BIAS,
+    next_strengths,
+    path_of,
+    strengths,
+)
 from analyses.instructions.analyse import nll
 from analyses.lab.scripts import ScriptOptions
 from analyses.messages.alarm import bounds_of, logistic
@@ -45,11 +53,11 @@ from analyses.messages.chats import (
     OUT,
     STAGES,
     TURNS,
+    Stage,
     conversations,
     is_against,
     kinds_of,
     messages_in,
-    strengths,
 )
 from analyses.messages.vector import MessageVector
 from lapa2_interp import load_model
@@ -138,20 +146,23 @@ def answers_of(stage: str, model: str, folder: Path, tables: Path) -> pd.DataFra
     ]
     answers["keys"] = answers["context"].map(len)
     answers["attention"] = 100 * attention_on_message(run, answers)
-    of_stage = STAGES[stage]
-    numbers = {message.text: i for i, message in enumerate(messages)}
+    return numbered(answers, STAGES[stage], messages)
+
+
+def numbered(answers: pd.DataFrame, stage: Stage, messages: Sequence[Message]) -> pd.DataFrame:
+    """The answers with the number of their chat, and if the user asks against the message there."""
+    number = {message.text: i for i, message in enumerate(messages)}
+    # Chats of 8 and of 16 turns begin alike.
     chats = {
-        tuple(script.splitlines()[:3]): of_stage.chats[i % len(of_stage.chats)]
-        for i, script in enumerate(conversations(of_stage, messages, of_stage.turns))
+        tuple(script.splitlines()[:3]): stage.chats[i % len(stage.chats)]
+        for i, script in enumerate(conversations(stage, messages, stage.turns))
     }
-    answers["chat"] = [chats[tuple(script[:3])] for script in lines]
-    answers["against"] = [
-        is_against(of_stage, numbers[message], chat, turn)
-        for message, chat, turn in zip(
-            answers["message"], answers["chat"], answers["turn"], strict=True
-        )
+    of_chats = [chats[tuple(prompt.splitlines()[:3])] for prompt in answers["prompt"]]
+    against = [
+        is_against(stage, number[message], chat, turn)
+        for message, chat, turn in zip(answers["message"], of_chats, answers["turn"], strict=True)
     ]
-    return answers
+    return answers.assign(chat=of_chats, against=against)
 
 
 def judged(texts: pd.DataFrame, messages: Sequence[Message]) -> pd.DataFrame:

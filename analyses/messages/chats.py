@@ -37,6 +37,7 @@ from analyses.families.grids import (
     chosen_layer,
     next_strengths,
     path_of,
+    strengths,
 )
 from analyses.families.grids import OUT as FAMILIES
 from analyses.heads.equal_attention import listed
@@ -75,7 +76,7 @@ FOR_HEADS = (
 )
 """Messages that choose heads, of seven tokens."""
 ASKED, HEADS = 16, 30
-"""Questions by which heads are chosen, and vectors are made; and the number of heads."""
+"""The number of questions that choose heads, and of heads."""
 
 
 @dataclass(frozen=True)
@@ -130,7 +131,8 @@ def main() -> None:
     options = parser.parse_args()
     path, folder = path_of(options.model, options.models), MADE / options.model / "messages"
     if options.stage == "heads":
-        choose_heads(options.model, path, folder, options.out)
+        write_vectors(options.model, path, folder / "vectors.parquet")
+        choose_heads(options.model, path, options.out / "heads.csv")
         return
     write_chats(options.stage, folder / options.stage, kinds_of(options.model, options.out))
     blocks = {
@@ -256,15 +258,6 @@ def vector_method(model: str, folder: Path, strength: float) -> str:
     )
 
 
-def strengths(tables: Path, model: str) -> pd.DataFrame:
-    """The strengths of a model that were tried: arm, strength, cost, tuned."""
-    file = tables / "strengths.csv"
-    if not file.exists():
-        return pd.DataFrame(columns=["arm", "strength", "cost", "tuned"])
-    table = pd.read_csv(file)
-    return table[table["model"] == model]
-
-
 def heads_of(tables: Path, model: str) -> str:
     """The chosen heads, as a recipe takes them.
 
@@ -318,35 +311,40 @@ def test_blocks(model: str, folder: Path, tables: Path) -> list[str]:
     ]
 
 
-def choose_heads(model: str, path: str, folder: Path, out: Path) -> None:
-    """Write heads.csv, and the vectors of all messages of tuning and test; what is there stays."""
-    questions = benchmark()["other_questions"][:ASKED]
+def write_vectors(model: str, path: str, file: Path) -> None:
+    """Write the vectors of all messages of tuning and test, if they are not there."""
+    if file.exists():
+        return
     texts = [message.text for name in ("choose", "test") for message in messages_of(name)]
     loaded = load_model(path, dtype="bfloat16", model_class="TransformersModel")
-    file = folder / "vectors.parquet"
-    if not file.exists():
-        rows, layer = [], chosen_layer(FAMILIES, model)
+    layer = chosen_layer(FAMILIES, model)
 
-        def mean_of(message: str) -> torch.Tensor:
-            layouts = [
-                Layout.of_chat(loaded.tokenizer, chat(message, asked)) for asked in questions
-            ]
-            return mean_residual(loaded, layouts)[layer].float()
+    def mean_of(message: str) -> torch.Tensor:
+        layouts = [
+            Layout.of_chat(loaded.tokenizer, chat(message, asked)) for asked in head_questions()
+        ]
+        return mean_residual(loaded, layouts)[layer].float()
 
-        neutral = mean_of(NEUTRAL)
-        for text in texts:
-            rows.append({"message": text, "vector": (mean_of(text) - neutral).tolist()})
-        with atomic_write(file) as fresh:
-            pd.DataFrame(rows).to_parquet(fresh, index=False)
-    del loaded
-    heads = out / "heads.csv"
-    if heads.exists() and model in set(pd.read_csv(heads)["model"]):
+    neutral = mean_of(NEUTRAL)
+    rows = [{"message": text, "vector": (mean_of(text) - neutral).tolist()} for text in texts]
+    with atomic_write(file) as fresh:
+        pd.DataFrame(rows).to_parquet(fresh, index=False)
+
+
+def head_questions() -> tuple[str, ...]:
+    """The questions by which heads are chosen, and vectors are made."""
+    return tuple(benchmark()["other_questions"][:ASKED])
+
+
+def choose_heads(model: str, path: str, file: Path) -> None:
+    """Write the chosen heads into a table, if it has none of this model."""
+    if file.exists() and model in set(pd.read_csv(file)["model"]):
         return
     task = Task(
         name="messages",
         length_counts_prompt=False,
         attributes={text: Attribute(prefix=text) for text in FOR_HEADS},
-        prompts=Prompts(texts=tuple(questions)),
+        prompts=Prompts(texts=head_questions()),
         chat=ChatForm(messages=tuple(chat("{prefix}", "{prompt}"))),
     )
     selection = select(load_model(path, dtype="float32"), task, score="slope", heads=HEADS)
@@ -354,7 +352,7 @@ def choose_heads(model: str, path: str, folder: Path, out: Path) -> None:
         {"layer": layer, "head": head} | dict(zip(("slope", "low", "high"), values, strict=True))
         for (layer, head), values in zip(selection.heads, selection.scores, strict=False)
     ]
-    replace_rows(heads, model, pd.DataFrame(rows))
+    replace_rows(file, model, pd.DataFrame(rows))
 
 
 if __name__ == "__main__":

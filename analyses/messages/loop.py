@@ -31,9 +31,9 @@ import numpy as np
 import pandas as pd
 
 from analyses.families.analyse import difference_of, replace_rows
-from analyses.families.grids import MADE, MODELS, NO_BIAS, path_of
+from analyses.families.grids import MADE, MODELS, NO_BIAS, path_of, strengths
 from analyses.lab.scripts import ScriptOptions
-from analyses.messages.analyse import answers_of, paired
+from analyses.messages.analyse import answers_of, judged, numbered, paired
 from analyses.messages.chats import (
     CHOSEN,
     OUT,
@@ -45,7 +45,6 @@ from analyses.messages.chats import (
     kinds_of,
     messages_in,
     recipe_of,
-    strengths,
 )
 from analyses.messages.measures import MEASURES, RATE, SIGNS, before_answers, measure
 from lapa2_interp import load_model
@@ -85,7 +84,8 @@ def main() -> None:
     model = load_model(path, dtype="bfloat16", model_class="TransformersModel")
     engine = Engine(model, keep_bytes=0, most_waiting=10_000)
     engine.start()
-    scripts = conversations(STAGES["test"], messages_in("test", kinds_of(name, tables)), TURNS)
+    messages = messages_in("test", kinds_of(name, tables))
+    scripts = conversations(STAGES["test"], messages, TURNS)
     made: dict[str, list[pd.DataFrame]] = {}
     for arm in ARMS:
         said: list[Chat] = [[system(script)] for script in scripts]
@@ -98,21 +98,23 @@ def main() -> None:
                 acts = which(arm, turn, said, made, model, pairs, options.measure, limit)
                 texts = answer(engine, model, said, acts, rules, turn)
                 rows = [
-                    {"text": text, "n_tokens": n_tokens, "acts": act}
+                    {"continuation": text, "n_tokens": n_tokens, "acts": act}
                     for (text, n_tokens), act in zip(texts, acts, strict=True)
                 ]
                 write_text(file, json.dumps(rows))
             rows = json.loads(file.read_text("utf-8"))
             for chat, row in zip(said, rows, strict=True):
-                chat.append({"role": "assistant", "content": row["text"]})
+                chat.append({"role": "assistant", "content": row["continuation"]})
             made[arm].append(pd.DataFrame(rows).assign(arm=arm, turn=turn, prompt=scripts))
     engine.stop()
     every = pd.concat([turn for turns in made.values() for turn in turns], ignore_index=True)
-    judged = judge(every, name, tables)
-    columns = ["arm", "message", "kind", "chat", "turn", "acts", "followed", "n_tokens"]
-    judged[columns].to_parquet(tables / "answers.loop.parquet", index=False, compression="zstd")
+    of_messages = numbered(judged(every, messages), STAGES["test"], messages)
+    columns = ["arm", "message", "kind", "chat", "turn", "against", "acts", "followed", "n_tokens"]
+    of_messages[columns].to_parquet(
+        tables / "answers.loop.parquet", index=False, compression="zstd"
+    )
     base = pd.read_parquet(tables / "answers.test.parquet").query("arm == @NO_BIAS")
-    replace_rows(tables / "loop.csv", name, compared(judged, base[base["turn"] <= TURNS]))
+    replace_rows(tables / "loop.csv", name, compared(of_messages, base[base["turn"] <= TURNS]))
 
 
 def system(script: str) -> dict[str, str]:
@@ -181,26 +183,6 @@ def answer(
                 raise RuntimeError(piece.error)
         texts.append((one.text, len(one.tokens)))
     return texts
-
-
-def judge(every: pd.DataFrame, name: str, tables: Path) -> pd.DataFrame:
-    """The answers with their message, kind and chat, and if they follow."""
-    stage, messages = STAGES["test"], messages_in("test", kinds_of(name, tables))
-    by_text = {message.text: message for message in messages}
-    numbers = {
-        script: stage.chats[i % len(stage.chats)]
-        for i, script in enumerate(conversations(stage, messages, TURNS))
-    }
-    own = [by_text[script.splitlines()[0]] for script in every["prompt"]]
-    return every.assign(
-        message=[message.text for message in own],
-        kind=[message.kind for message in own],
-        chat=every["prompt"].map(numbers),
-        followed=[
-            100.0 * message.is_followed(text)
-            for message, text in zip(own, every["text"], strict=True)
-        ],
-    )
 
 
 def compared(answers: pd.DataFrame, base: pd.DataFrame) -> pd.DataFrame:
