@@ -70,7 +70,7 @@ from lapa2_interp.runs.run import Run, load_run
 from lapa2_interp.scoring.equal_perplexity import BASELINE, RATIOS, SteeringCurves, add_verdicts
 from lapa2_interp.stats import mean_interval
 from lapa2_interp.table_formats import as_csv, as_text
-from lapa2_interp.tasks.instructions import benchmark, judged, strict
+from lapa2_interp.tasks.instructions import benchmark, judged, rotated, strict
 from lapa2_interp.tasks.task import Attribute, ChatForm, Prompts, Task
 
 MEASURES = ("adherence", "chance", "above", "strict", "ln cost", "relevant")
@@ -99,7 +99,7 @@ def conversations(
     n = len(questions)
     half = n // 2
     return [
-        "\n".join([message["text"], *(questions[(first + turn) % n] for turn in range(turns))])
+        "\n".join([message["text"], *rotated(questions, first, turns)])
         for i, message in enumerate(messages)
         for first in range(n)
         if part is None or (i + first // half) % 2 == part - 1

@@ -18,6 +18,7 @@ prefix; behind the negative one it is subtracted. Its loss is that of the streng
 from __future__ import annotations
 
 import argparse
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -126,20 +127,24 @@ def train(name: str, models: Path, out: Path) -> None:
     layer = chosen_layer(FAMILIES, name)
     history = rows_of(out / "history.csv", name)
     done = set(zip(history.get("way", ()), history.get("seed", ()), strict=True))
-    for way in (STRENGTHS, VECTOR, BY_LAYER, SHUFFLED):
-        for seed in SEEDS:
-            if (way, seed) in done:
-                continue
-            if way == VECTOR:
-                vector, of_way = learned_vector(model, name, pairs, texts, layer, seed)
-                values = {"dimension": range(len(vector)), "value": vector.numpy()}
-                add_rows(out / "vectors.csv", name, way, seed, pd.DataFrame(values))
-            else:
-                learned = learned_strengths(model, name, pairs, texts, way, seed)
-                of_way = learned.history
-                rows = learned.frame().assign(l0=learned.rule.l0)
-                add_rows(out / "strengths.csv", name, way, seed, rows)
-            add_rows(out / "history.csv", name, way, seed, of_way)
+    trainings = [
+        *itertools.product((STRENGTHS, VECTOR), SEEDS),
+        (SHUFFLED, SEEDS[0]),
+        *itertools.product((BY_LAYER,), SEEDS),
+    ]
+    for way, seed in trainings:
+        if (way, seed) in done:
+            continue
+        if way == VECTOR:
+            vector, of_way = learned_vector(model, name, pairs, texts, layer, seed)
+            values = {"dimension": range(len(vector)), "value": vector.numpy()}
+            add_rows(out / "vectors.csv", name, way, seed, pd.DataFrame(values))
+        else:
+            learned = learned_strengths(model, name, pairs, texts, way, seed)
+            of_way = learned.history
+            rows = learned.frame().assign(l0=learned.rule.l0)
+            add_rows(out / "strengths.csv", name, way, seed, rows)
+        add_rows(out / "history.csv", name, way, seed, of_way)
 
 
 def rows_of(file: Path, name: str) -> pd.DataFrame:
@@ -265,7 +270,10 @@ def compare(name: str, models: Path, out: Path) -> None:
         held_out, _ = held_out_pairs(pairs, seed)
         ways: dict[str, Steering] = {}
         for way in TIED:
-            strengths = matrix_of(table[(table["way"] == way) & (table["seed"] == seed)], size)
+            own = table[(table["way"] == way) & (table["seed"] == seed)]
+            if own.empty:
+                continue
+            strengths = matrix_of(own, size)
             ways[way] = objective.by_strengths(strengths)
             if way == STRENGTHS:
                 order = torch.randperm(
@@ -273,8 +281,8 @@ def compare(name: str, models: Path, out: Path) -> None:
                 )
                 permuted = strengths.flatten()[order].view(size)
                 ways["learned strengths, permuted over heads"] = objective.by_strengths(permuted)
-        own = vectors[vectors["seed"] == seed].sort_values("dimension")["value"]
-        vector = torch.tensor(own.to_numpy(), dtype=torch.float32)
+        values = vectors[vectors["seed"] == seed].sort_values("dimension")["value"]
+        vector = torch.tensor(values.to_numpy(), dtype=torch.float32)
         ways[VECTOR] = by_vector(model, pairs, layer, vector)
         for way, alpha in tuned_strengths(FAMILIES, name).items():
             heads = cards_of(name, FAMILIES)[1].chosen if way == CHOSEN else "all"

@@ -51,7 +51,7 @@ from lapa2_interp.circuits.selection import select
 from lapa2_interp.errors import RunError
 from lapa2_interp.files import atomic_write, write_text
 from lapa2_interp.tasks.exact_messages import Message, Set, exact_messages, messages_of
-from lapa2_interp.tasks.instructions import benchmark
+from lapa2_interp.tasks.instructions import benchmark, rotated
 from lapa2_interp.tasks.task import Attribute, ChatForm, Prompts, Task
 
 OUT = FIGURES / "messages"
@@ -180,9 +180,8 @@ def conversations(stage: Stage, messages: Sequence[Message], turns: int) -> list
     for i, message in enumerate(messages):
         for chat_number in stage.chats:
             lines = [message.text]
-            for turn in range(1, turns + 1):
-                first = i + chat_number * stage.apart
-                question = questions[(first + turn - 1) % len(questions)]
+            asked = rotated(questions, i + chat_number * stage.apart, turns)
+            for turn, question in enumerate(asked, start=1):
                 if is_against(stage, i, chat_number, turn):
                     form = forms[(i + turn // 2 - 1) % len(forms)]
                     question = form.format(question=question)

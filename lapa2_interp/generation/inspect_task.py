@@ -24,7 +24,7 @@ from lapa2_interp._util.values import check_value
 from lapa2_interp.errors import GridError
 from lapa2_interp.tasks.exact_messages import exact_messages as benchmark_of_messages
 from lapa2_interp.tasks.exact_messages import messages_of
-from lapa2_interp.tasks.instructions import benchmark, judged
+from lapa2_interp.tasks.instructions import benchmark, judged, rotated
 
 
 @task
@@ -54,7 +54,7 @@ def instructions(message: str = "own", turns: int = 8) -> Task:
             continue
         system = tested["text"] if message == "own" else parts["neutral"]
         for first in range(most):
-            asked = [questions[(first + turn) % most] for turn in range(turns)]
+            asked = rotated(questions, first, turns)
             samples.append(
                 Sample(
                     [ChatMessageSystem(content=system), ChatMessageUser(content=asked[0])],
@@ -93,8 +93,7 @@ def exact_messages(turns: int = 8, chats: int = 1) -> Task:
     samples = []
     for i, message in enumerate(messages_of("test")):
         for chat in range(chats):
-            first = i + chat * (most // chats)
-            asked = [questions[(first + turn) % most] for turn in range(turns)]
+            asked = rotated(questions, i + chat * (most // chats), turns)
             samples.append(
                 Sample(
                     [ChatMessageSystem(content=message.text), ChatMessageUser(content=asked[0])],

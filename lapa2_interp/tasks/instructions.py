@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from importlib import resources
 from typing import Any
@@ -146,6 +146,12 @@ JUDGES: Mapping[str, Callable[..., float]] = {
     "emoji": with_emoji,
 }
 """By name in more/instructions.toml; a judge takes the answer and its argument."""
+
+
+def rotated(questions: Sequence[str], first: int, turns: int) -> list[str]:
+    """The questions of a chat, from the one with the number `first` on; the last is followed by the
+    first."""
+    return [questions[(first + turn) % len(questions)] for turn in range(turns)]
 
 
 def benchmark() -> dict[str, Any]:
