@@ -51,6 +51,7 @@ from analyses.messages.chats import (
     FIRST_STRENGTHS,
     LONG,
     OUT,
+    REPEATED,
     STAGES,
     TURNS,
     Stage,
@@ -110,10 +111,18 @@ def main() -> None:
         return
     columns = ["arm", "message", "kind", "chat", "turn", "against", "followed", "n_tokens", "keys"]
     columns += ["attention", "nll", "relevant"] if options.stage == "test" else ["attention"]
-    with atomic_write(options.out / f"answers.{options.stage}.parquet") as fresh:
-        answers[columns].to_parquet(fresh, index=False, compression="zstd")
+    add_answers(options.out / f"answers.{options.stage}.parquet", answers[columns])
     if options.stage == "test":
         compare(options.model, options.out)
+
+
+def add_answers(file: Path, answers: pd.DataFrame) -> None:
+    """Write judged answers; arms that are in the file alone stay."""
+    if file.exists():
+        earlier = pd.read_parquet(file)
+        answers = pd.concat([earlier[~earlier["arm"].isin(answers["arm"])], answers])
+    with atomic_write(file) as fresh:
+        answers.to_parquet(fresh, index=False, compression="zstd")
 
 
 def arm_of(cell: Cell) -> str:
@@ -121,7 +130,7 @@ def arm_of(cell: Cell) -> str:
     if isinstance(cell.decoding_method, MessageVector):
         return ADDITION
     if cell.task.name.startswith("repeated"):
-        return ARMS[1]
+        return REPEATED
     names = sorted(FIRST_STRENGTHS, key=len, reverse=True)  # one name begins another
     return next((arm for arm in names if cell.label.startswith(arm)), NO_BIAS)
 

@@ -62,7 +62,10 @@ REPEATED, ALL, CHOSEN = "message repeated", "all heads", "chosen heads"
 CONSTANT = "chosen heads, constant"
 FIRST_STRENGTHS = {CHOSEN: (1.0, 2.0), ALL: (0.5, 1.0), CONSTANT: (1.0, 2.0), ADDITION: (1.5, 4.0)}
 """Strengths that are tried first, by arm."""
-ARMS = (NO_BIAS, REPEATED, *FIRST_STRENGTHS)
+ARMS = (NO_BIAS, CHOSEN, ALL, REPEATED, CONSTANT, ADDITION)
+"""In the order in which they are made."""
+LONG_ARMS = (NO_BIAS, REPEATED, CHOSEN)
+"""Those with more turns."""
 REPEATED_AT = (5, 9, 13)
 """Turns at which the message is repeated."""
 L0 = 300
@@ -131,7 +134,8 @@ def main() -> None:
     options = parser.parse_args()
     path, folder = path_of(options.model, options.models), MADE / options.model / "messages"
     if options.stage == "heads":
-        write_vectors(options.model, path, folder / "vectors.parquet")
+        kinds = kinds_of(options.model, options.out)
+        write_vectors(options.model, path, folder / "vectors.parquet", kinds)
         choose_heads(options.model, path, options.out / "heads.csv")
         return
     write_chats(options.stage, folder / options.stage, kinds_of(options.model, options.out))
@@ -290,7 +294,8 @@ def tune_blocks(model: str, folder: Path, tables: Path) -> list[str]:
 
 
 def test_blocks(model: str, folder: Path, tables: Path) -> list[str]:
-    """Every arm with its tuned strength; three of them with more turns.
+    """Every arm with its tuned strength, three of them with more turns; but those are left out
+    whose answers have been judged.
 
     Raises:
         RunError: An arm is not tuned.
@@ -299,22 +304,29 @@ def test_blocks(model: str, folder: Path, tables: Path) -> list[str]:
     own = table[table["tuned"].astype(bool)].set_index("arm")["strength"]
     if missing := [arm for arm in FIRST_STRENGTHS if arm not in own]:
         raise RunError(f"{', '.join(missing)} of {model} not tuned; run analyse.py tune {model}")
-    heads = heads_of(tables, model)
-    arms = {arm: recipe_of(arm, heads, own[arm]) for arm in (CHOSEN, ALL, CONSTANT)}
-    vector = vector_method(model, folder, own[ADDITION])
-    return [
-        chat_block(folder, LONG, {NO_BIAS: "none", CHOSEN: arms[CHOSEN]}),
-        chat_block(folder, LONG, {REPEATED: "none"}, task="repeated"),
-        chat_block(folder, TURNS, {ALL: arms[ALL], CONSTANT: arms[CONSTANT]}),
-        chat_block(folder, TURNS, {ADDITION: "none"}, [vector]),
-    ]
+    file = tables / "answers.test.parquet"
+    judged = set(pd.read_parquet(file)["arm"]) if file.exists() else set()
+    heads, blocks = heads_of(tables, model), []
+    for arm in ARMS:
+        if arm in judged:
+            continue
+        turns = LONG if arm in LONG_ARMS else TURNS
+        if arm == ADDITION:
+            vector = vector_method(model, folder, own[arm])
+            blocks.append(chat_block(folder, turns, {arm: "none"}, [vector]))
+        elif arm == REPEATED:
+            blocks.append(chat_block(folder, turns, {arm: "none"}, task="repeated"))
+        else:
+            recipe = "none" if arm == NO_BIAS else recipe_of(arm, heads, own[arm])
+            blocks.append(chat_block(folder, turns, {arm: recipe}))
+    return blocks
 
 
-def write_vectors(model: str, path: str, file: Path) -> None:
-    """Write the vectors of all messages of tuning and test, if they are not there."""
+def write_vectors(model: str, path: str, file: Path, kinds: set[str]) -> None:
+    """Write the vectors of the messages of tuning and test, if they are not there."""
     if file.exists():
         return
-    texts = [message.text for name in ("choose", "test") for message in messages_of(name)]
+    texts = [message.text for name in ("tune", "test") for message in messages_in(name, kinds)]
     loaded = load_model(path, dtype="bfloat16", model_class="TransformersModel")
     layer = chosen_layer(FAMILIES, model)
 
