@@ -93,17 +93,30 @@ def test_the_grids_ask_every_chat_in_every_arm(tmp_path, monkeypatch):
     grid.write_text("\n".join([header, *chats.test_blocks(model, folder / "test", tables)]))
     cells = load_grid(grid, check=False, allow_code=True).cells
     assert [analyse.arm_of(cell) for cell in cells] == [
-        "no bias", "chosen heads", "message repeated", "all heads", "chosen heads, constant",
+        "no bias", "chosen heads", "all heads", "message repeated", "chosen heads, constant",
         "activation addition",
     ]  # fmt: skip
-    assert [analyse.strength_of(cell) for cell in cells] == [0, 1.5, 0, 0.5, 2, 3]
-    assert [cell.n_turns for cell in cells] == [16, 16, 16, 8, 8, 8]
+    assert [analyse.strength_of(cell) for cell in cells] == [0, 1.5, 0.5, 0, 2, 3]
+    assert [cell.n_turns for cell in cells] == [16, 16, 8, 16, 8, 8]
     assert all(len(cell.prompts) == 124 and cell.keeps_turns for cell in cells)
-    later = cells[2].task.chat.later
+    later = cells[3].task.chat.later
     repeated = [turn for turn, text in enumerate(later, start=2) if "{prompt:1}" in text]
     assert repeated == [5, 9, 13]
     bias = cells[4].active_augmentations[0]
     assert bias.bias(300, 10) == bias.bias(1000, 10) == pytest.approx(2 * np.log(30))
+    # Arms that have been judged are not made again, and their answers stay.
+    answers = pd.DataFrame({"arm": ["no bias", "all heads"], "followed": [0.0, 100.0]})
+    analyse.add_answers(tables / "answers.test.parquet", answers)
+    analyse.add_answers(tables / "answers.test.parquet", answers.iloc[1:].assign(followed=50.0))
+    stored = pd.read_parquet(tables / "answers.test.parquet")
+    assert dict(zip(stored["arm"], stored["followed"], strict=True)) == {
+        "no bias": 0.0, "all heads": 50.0
+    }  # fmt: skip
+    grid.write_text("\n".join([header, *chats.test_blocks(model, folder / "test", tables)]))
+    left = load_grid(grid, check=False, allow_code=True).cells
+    assert [analyse.arm_of(cell) for cell in left] == [
+        "chosen heads", "message repeated", "chosen heads, constant", "activation addition"
+    ]  # fmt: skip
 
 
 def test_an_answer_is_judged_by_its_own_message():
