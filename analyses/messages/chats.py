@@ -149,7 +149,7 @@ def main() -> None:
     grid = folder / options.stage / "grid.toml"
     grid.unlink(missing_ok=True)
     if blocks:
-        rows = 32 if options.stage == "test" else 64  # keys of sixteen turns fill the memory
+        rows = 128 if options.stage in ("test", "alarm") else 64  # those have many chats
         header = HEADER.format(stage=options.stage, model=path, tokens=TOKENS, rows=rows)
         write_text(grid, "\n".join([header, *blocks]))
 
