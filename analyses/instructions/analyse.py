@@ -43,6 +43,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
@@ -51,19 +52,20 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import torch
-from torch.nn.utils.rnn import pad_sequence
 
 from analyses.lab import FIGURES
 from analyses.lab.scripts import ScriptOptions, whole_number
 from analyses.rivals.analyse import with_earlier
 from lapa2_interp import load_model
 from lapa2_interp.attention.cache import new_rows
+from lapa2_interp.bias.layout import Layout
 from lapa2_interp.bias.recipes import name_families, strength
 from lapa2_interp.circuits.selection import Selection, select
 from lapa2_interp.errors import DataError
 from lapa2_interp.files import write_text
 from lapa2_interp.generation.arrange import chat_layout
 from lapa2_interp.methods.registry import load_task
+from lapa2_interp.models.card import prepacked_model
 from lapa2_interp.models.facts import Model
 from lapa2_interp.progress import progress_bar
 from lapa2_interp.runs.run import Run, load_run
@@ -75,7 +77,7 @@ from lapa2_interp.tasks.task import Attribute, ChatForm, Prompts, Task
 
 MEASURES = ("adherence", "chance", "above", "strict", "ln cost", "relevant")
 ADHERES = 1 / 3
-AT_ONCE = 64
+AT_ONCE = 16
 """Answers in one pass."""
 READ = (1, 4, 8)
 """Turns whose answers have a cost and a relevance."""
@@ -210,35 +212,49 @@ def nll(
     values = np.array([known.get(name, np.nan) for name in names])
     numbered = answers.reset_index(drop=True)
     numbered = numbered[(numbered["tokens"].map(len) > 0) & np.isnan(values)]
-    with progress_bar(len(numbered), "reading", "answer") as bar:
-        for (message, asked), of in numbered.groupby(["message", question], sort=False):
-            layout = chat_layout(model.tokenizer, ChatForm(messages=tuple(chat(message, asked))))
-            for first in range(0, len(of), AT_ONCE):
-                part = of.iloc[first : first + AT_ONCE]
-                lengths = torch.tensor([len(tokens) for tokens in part["tokens"]])
-                tokens = pad_sequence(
-                    [torch.tensor(ids) for ids in part["tokens"]], batch_first=True
-                )
-                rows = new_rows(model)
-                begin = rows.prompt_pass([layout]).expand(len(part), -1, -1)
-                rows.expand(
-                    torch.zeros(len(part), dtype=torch.long), len(layout) + tokens.shape[1] - 1
-                )
-                logits = [begin]
-                if tokens.shape[1] > 1:
-                    logits.append(rows.read_tokens(tokens[:, :-1], keep=tokens.shape[1] - 1))
-                every = torch.cat(logits, dim=1)
-                wide = torch.promote_types(every.dtype, torch.float32)
-                log_probs = every.to(wide).log_softmax(-1)
-                own = log_probs.gather(2, tokens[..., None])[..., 0]
-                live = torch.arange(tokens.shape[1]) < lengths[:, None]
-                values[part.index] = -((own * live).sum(1) / lengths).numpy()
-                known |= {names[i]: values[i] for i in part.index}
-                bar.update(len(part))
+    layouts = [
+        chat_layout(model.tokenizer, ChatForm(messages=tuple(chat(message, asked))))
+        for message, asked in zip(numbered["message"], numbered[question], strict=True)
+    ]
+    texts = [tuple(map(int, tokens)) for tokens in numbered["tokens"]]
+    # Rows of one pass are of nearly equal length, so that little is padded.
+    by_length = sorted(range(len(texts)), key=lambda i: len(layouts[i]) + len(texts[i]))
+    with progress_bar(len(texts), "reading", "answer") as bar, prepacked_model(model):
+        for first in range(0, len(texts), AT_ONCE):
+            part = by_length[first : first + AT_ONCE]
+            means = mean_nll(model, [layouts[i] for i in part], [texts[i] for i in part])
+            for i, value in zip(part, means, strict=True):
+                at = numbered.index[i]
+                values[at] = known[names[at]] = value
+            bar.update(len(part))
             if file is not None:
                 table = pd.Series(known, name="nll").rename_axis("answer").reset_index()
                 write_text(file, as_csv(table, 8))
     return values.tolist()
+
+
+def mean_nll(
+    model: Model, layouts: Sequence[Layout], texts: Sequence[tuple[int, ...]]
+) -> list[float]:
+    """-ln p a token of each text behind its layout, by one pass."""
+    read = [
+        replace(
+            layout,
+            ids=layout.ids + text[:-1],
+            tokens=layout.tokens + ("",) * (len(text) - 1),
+            l_pro=layout.l_pro + len(text) - 1,
+        )
+        for layout, text in zip(layouts, texts, strict=True)
+    ]
+    keep = max(map(len, texts))
+    with torch.no_grad():
+        logits = new_rows(model).prompt_pass(read, keep=keep)
+        means = []
+        for text, of_row in zip(texts, logits, strict=True):
+            own = of_row[-len(text) :].to(torch.promote_types(of_row.dtype, torch.float32))
+            ids = torch.tensor(text, device=own.device)[:, None]
+            means.append(float((own.logsumexp(1) - own.gather(1, ids)[:, 0]).mean()))
+    return means
 
 
 def chat(system: str, user: str) -> list[dict[str, str]]:

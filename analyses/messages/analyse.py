@@ -105,7 +105,7 @@ def main() -> None:
         return
     if options.stage != "alarm":
         path = path_of(options.model, options.models)
-        answers = with_readings(answers, path, folder / "nll.csv")
+        answers = with_readings(answers, path, folder / "nll.csv", options.stage == "test")
     if options.stage == "tune":
         tune(options.model, answers, options.out)
         return
@@ -235,12 +235,14 @@ def share_of(answers: pd.DataFrame, metric: str) -> dict[str, float]:
     return (mean.columns if sizes["messages"] >= FEW else {"mean": mean.mean}) | sizes
 
 
-def with_readings(answers: pd.DataFrame, path: str, file: Path) -> pd.DataFrame:
+def with_readings(answers: pd.DataFrame, path: str, file: Path, relevance: bool) -> pd.DataFrame:
     """The answers with nll at some turns, and if they are likelier given their own question than
     given the one that stands eight after it."""
     read = answers["turn"].isin(READ)
     model = load_model(path, dtype="bfloat16", model_class="TransformersModel")
     answers.loc[read, "nll"] = nll(model, answers[read], file=file)
+    if not relevance:
+        return answers
     questions = exact_messages()["questions"]
 
     def distant(asked: str) -> str:

@@ -115,10 +115,11 @@ def test_the_cost_is_read_after_message_and_question_alone(monkeypatch):
     template = "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{% endfor %}[assistant]"
     monkeypatch.setattr(model.tokenizer, "chat_template", template)
     answers = pd.DataFrame(
-        {"message": "Be a cat.", "question": "Who are you?", "tokens": [[5, 6, 7], []]}
+        {"message": "Be a cat.", "question": "Who are you?", "tokens": [[5, 6, 7], [], [9]]}
     )
-    value, none = script.nll(model, answers)
-    assert script.nll(model, answers.assign(question="What?")) != [value, none]
+    value, none, short = script.nll(model, answers)  # rows of two lengths in one pass
+    assert script.nll(model, answers.iloc[2:]) == [pytest.approx(short)]
+    assert script.nll(model, answers.assign(question="What?"))[0] != value
     ids = model.tokenizer("[system]Be a cat.[user]Who are you?[assistant]").input_ids
     with torch.no_grad():
         logits = model(torch.tensor([[*ids, 5, 6]]))[0, -3:]
