@@ -37,7 +37,7 @@ from analyses.families.grids import (
 from analyses.families.grids import OUT as FAMILIES
 from analyses.families.reader import asked
 from analyses.learned.grids import WAYS, seed_of
-from analyses.learned.train import BY_LAYER, OUT, SEEDS, STRENGTHS, VECTOR
+from analyses.learned.train import OUT, SEEDS, STRENGTHS, VECTOR
 from analyses.rivals.analyse import digits, judged_nll, score
 from analyses.rivals.readers import hidden_words
 from lapa2_interp.errors import RunError
@@ -58,7 +58,6 @@ BESIDE = (NO_BIAS, ALL, CHOSEN, ADDITION)
 PAIRS = (
     (STRENGTHS, VECTOR),
     (STRENGTHS, CHOSEN),
-    (STRENGTHS, BY_LAYER),
     (STRENGTHS, ALL),
     (STRENGTHS, ADDITION),
     (VECTOR, ADDITION),

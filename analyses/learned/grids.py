@@ -4,7 +4,7 @@
     python analyses/learned/grids.py test smollm2-135m --models FOLDER
 
 writes made/MODEL/learned-tune.toml in the current folder. *tune* has the dials that are tried, with
-the first seed. *test* has the three ways with their tuned dials; prompt i takes seed i mod 3. All
+the first seed. *test* has both ways with their tuned dials; prompt i takes seed i mod 3. All
 else is as in analyses/families/grids.py, whose arms are not written again. A stage that has nothing
 left to make writes no grid.
 """
@@ -29,11 +29,11 @@ from analyses.families.grids import (
 )
 from analyses.families.grids import OUT as FAMILIES
 from analyses.lab.scripts import ScriptOptions
-from analyses.learned.train import BY_LAYER, LAW, OUT, SEEDS, STRENGTHS, VECTOR
+from analyses.learned.train import LAW, OUT, SEEDS, STRENGTHS, VECTOR
 from lapa2_interp.errors import RunError
 from lapa2_interp.files import write_text
 
-WAYS = (STRENGTHS, BY_LAYER, VECTOR)
+WAYS = (STRENGTHS, VECTOR)
 FIRST_DIALS = (1.0, 2.0)
 """Multiples of what was learned that are tried first."""
 METHOD = "analyses.learned.vector:LearnedVector"

@@ -5,10 +5,10 @@
     python analyses/learned/train.py compare smollm2-135m --models FOLDER
 
 *pairs* lets the model write texts behind both prefixes on the prompts of two cards of heads, into
-made/MODEL/learned/pairs.csv in the current folder. *train* trains every way with three seeds.
-figures/learned gets strengths.csv (way, seed, layer, head, strength), vectors.csv (seed, dimension,
-value) and history.csv (the parts of the loss, step by step), after each training. A call that was
-stopped goes on.
+made/MODEL/learned/pairs.csv in the current folder. *train* trains both ways with three seeds, and
+strengths with shuffled labels with one. figures/learned gets strengths.csv (way, seed, layer, head,
+strength), vectors.csv (seed, dimension, value) and history.csv (the parts of the loss, step by
+step), after each training. A call that was stopped goes on.
 *compare* writes held_out.csv: what each way, and each placebo, gives on the held-out pairs.
 
 The *learned vector* is added after one layer, from the prompt's last token on, behind the positive
@@ -66,13 +66,8 @@ from lapa2_interp.table_formats import as_csv
 OUT = FIGURES / "learned"
 PROMPTS = tuple(map(selection_file, (1, 2)))
 """Those on which analyses/families chose its first two cards of heads."""
-STRENGTHS, BY_LAYER, VECTOR = "learned strengths", "one strength a layer", "learned vector"
+STRENGTHS, VECTOR = "learned strengths", "learned vector"
 SHUFFLED = "learned strengths, shuffled labels"
-TIED: Mapping[str, Literal["no", "layer"]] = {
-    STRENGTHS: "no",
-    BY_LAYER: "layer",
-    SHUFFLED: "no",
-}
 SEEDS = (1, 2, 3)
 NEUTRAL, COST = "This is a text:", 1.0
 LAW: Literal["log"] = "log"
@@ -127,11 +122,7 @@ def train(name: str, models: Path, out: Path) -> None:
     layer = chosen_layer(FAMILIES, name)
     history = rows_of(out / "history.csv", name)
     done = set(zip(history.get("way", ()), history.get("seed", ()), strict=True))
-    trainings = [
-        *itertools.product((STRENGTHS, VECTOR), SEEDS),
-        (SHUFFLED, SEEDS[0]),
-        *itertools.product((BY_LAYER,), SEEDS),
-    ]
+    trainings = [*itertools.product((STRENGTHS, VECTOR), SEEDS), (SHUFFLED, SEEDS[0])]
     for way, seed in trainings:
         if (way, seed) in done:
             continue
@@ -175,7 +166,7 @@ def learned_strengths(
             for pair, turn in zip(pairs, turned, strict=True)
         ]
     return learn(
-        model, pairs, texts=texts, neutral=NEUTRAL, law=LAW, cost=COST, tied=TIED[way],
+        model, pairs, texts=texts, neutral=NEUTRAL, law=LAW, cost=COST,
         steps=STEPS, batch=BATCH, check=CHECK, rate=RATE, seed=seed,
         file=MADE / name / "learned" / f"{way}, {seed}.pt",
     )  # fmt: skip
@@ -269,7 +260,7 @@ def compare(name: str, models: Path, out: Path) -> None:
     for seed in SEEDS:
         held_out, _ = held_out_pairs(pairs, seed)
         ways: dict[str, Steering] = {}
-        for way in TIED:
+        for way in (STRENGTHS, SHUFFLED):
             own = table[(table["way"] == way) & (table["seed"] == seed)]
             if own.empty:
                 continue

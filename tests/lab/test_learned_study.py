@@ -58,7 +58,7 @@ def work(tmp_path, monkeypatch):
     rows = [
         {"model": SMOLLM2, "seed": seed, "way": way, "layer": seed, "head": head, "strength": 0.5}
         for seed in train.SEEDS
-        for head, way in enumerate(train.TIED)
+        for head, way in enumerate((train.STRENGTHS, train.SHUFFLED))
     ]
     pd.DataFrame(rows).assign(l0=70.0).to_csv("strengths.csv", index=False)
     rows = [
