@@ -116,7 +116,9 @@ def draw(heads: pd.DataFrame) -> Figure:
     matrix = means.pivot(index="layer", columns="head", values="mean").to_numpy()
     most = float(np.abs(matrix).max())
     drawn = layer_map(left, matrix, cmap="RdBu_r", vmin=-most, vmax=most)
-    figure.colorbar(drawn, ax=left, label="learned strength, mean of seeds")
+    bar = figure.colorbar(drawn, ax=left)
+    bar.set_label("learned strength, mean of seeds", size=8)
+    bar.ax.tick_params(labelsize=7)
     for colour, kind in zip(COLOURS[1:], KINDS, strict=False):
         own = means[means["kind"] == kind]
         right.plot(1000 * own["slope"], own["mean"], "o", ms=3, color=colour, label=kind)
