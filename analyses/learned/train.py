@@ -9,7 +9,7 @@ made/MODEL/learned/pairs.csv in the current folder. *train* trains both ways wit
 strengths with shuffled labels with one. figures/learned gets strengths.csv (way, seed, layer, head,
 strength), vectors.csv (seed, dimension, value) and history.csv (the parts of the loss, step by
 step), after each training. A call that was stopped goes on.
-*compare* writes held_out.csv: what each way, and each placebo, gives on the held-out pairs.
+*compare* writes held_out.csv: what learned strengths and their placebos give on the held-out pairs.
 
 The *learned vector* is added after one layer, from the prompt's last token on, behind the positive
 prefix; behind the negative one it is subtracted. Its loss is that of the strengths.
@@ -19,8 +19,9 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -31,19 +32,16 @@ from torch import Tensor
 
 from analyses.families.analyse import replace_rows
 from analyses.families.grids import (
-    CHOSEN,
     MADE,
     MODELS,
-    cards_of,
     chosen_layer,
     path_of,
     selection_file,
-    tuned_strengths,
 )
 from analyses.families.grids import OUT as FAMILIES
 from analyses.lab import FIGURES
 from analyses.lab.scripts import ScriptOptions
-from lapa2_interp import Augmentation, PaddedRows, augmented, load_model
+from lapa2_interp import PaddedRows, augmented, load_model
 from lapa2_interp.attention.residual import shifted_residual
 from lapa2_interp.circuits.gradients import recorded_gradients
 from lapa2_interp.circuits.learning import (
@@ -68,6 +66,7 @@ PROMPTS = tuple(map(selection_file, (1, 2)))
 """Those on which analyses/families chose its first two cards of heads."""
 STRENGTHS, VECTOR = "learned strengths", "learned vector"
 SHUFFLED = "learned strengths, shuffled labels"
+PERMUTED = "learned strengths, permuted over heads"
 SEEDS = (1, 2, 3)
 NEUTRAL, COST = "This is a text:", 1.0
 LAW: Literal["log"] = "log"
@@ -254,45 +253,22 @@ def compare(name: str, models: Path, out: Path) -> None:
     model, (pairs, texts) = loaded(name, models), read(name)
     objective = PairObjective(model, pairs, texts, NEUTRAL, LAW, COST)
     size = facts_of(model).n_layers, facts_of(model).n_heads
-    table, vectors = (pd.read_csv(out / f"{part}.csv") for part in ("strengths", "vectors"))
-    table, vectors = (rows[rows["model"] == name] for rows in (table, vectors))
-    layer, rows = chosen_layer(FAMILIES, name), []
+    table, rows = rows_of(out / "strengths.csv", name), []
     for seed in SEEDS:
         held_out, _ = held_out_pairs(pairs, seed)
-        ways: dict[str, Steering] = {}
+        ways = {}
         for way in (STRENGTHS, SHUFFLED):
             own = table[(table["way"] == way) & (table["seed"] == seed)]
-            if own.empty:
-                continue
-            strengths = matrix_of(own, size)
-            ways[way] = objective.by_strengths(strengths)
-            if way == STRENGTHS:
-                order = torch.randperm(
-                    strengths.numel(), generator=torch.Generator().manual_seed(seed)
-                )
-                permuted = strengths.flatten()[order].view(size)
-                ways["learned strengths, permuted over heads"] = objective.by_strengths(permuted)
-        values = vectors[vectors["seed"] == seed].sort_values("dimension")["value"]
-        vector = torch.tensor(values.to_numpy(), dtype=torch.float32)
-        ways[VECTOR] = by_vector(model, pairs, layer, vector)
-        for way, alpha in tuned_strengths(FAMILIES, name).items():
-            heads = cards_of(name, FAMILIES)[1].chosen if way == CHOSEN else "all"
-            if way in (CHOSEN, "all heads"):
-                ways[way] = by_rule(model, Augmentation(alpha=alpha, heads=heads))
-        for way, steering in ways.items():
+            if len(own):
+                ways[way] = matrix_of(own, size)
+        order = torch.randperm(math.prod(size), generator=torch.Generator().manual_seed(seed))
+        ways[PERMUTED] = ways[STRENGTHS].flatten()[order].view(size)
+        for way, strengths in ways.items():
             with torch.no_grad():
-                parts = objective.parts(steering, held_out, BATCH)
-            rows.append({"seed": seed, "way": way, "pairs": len(held_out), **parts})
+                parts = objective.parts(objective.by_strengths(strengths), held_out, BATCH)
+            loss = parts["gain"] + COST * (parts["kl"] + parts["rise"])
+            rows.append({"seed": seed, "way": way, "pairs": len(held_out), **parts, "loss": loss})
     replace_rows(out / "held_out.csv", name, pd.DataFrame(rows))
-
-
-def by_rule(model: Model, rule: Augmentation) -> Steering:
-    """Steers by a bias that is not learned."""
-
-    def steering(rows: PaddedRows, of_rows: Sequence[int]) -> AbstractContextManager[Any]:
-        return augmented(model, rule, rows.layouts)
-
-    return steering
 
 
 def matrix_of(rows: pd.DataFrame, size: tuple[int, int]) -> Tensor:

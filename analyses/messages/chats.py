@@ -120,7 +120,7 @@ length = {tokens}
 eos = "stop"
 top_k = 20
 trace = "pooled"
-max_rows = {rows}
+max_rows = 32
 """
 
 
@@ -149,8 +149,7 @@ def main() -> None:
     grid = folder / options.stage / "grid.toml"
     grid.unlink(missing_ok=True)
     if blocks:
-        rows = 128 if options.stage in ("test", "alarm") else 64  # those have many chats
-        header = HEADER.format(stage=options.stage, model=path, tokens=TOKENS, rows=rows)
+        header = HEADER.format(stage=options.stage, model=path, tokens=TOKENS)
         write_text(grid, "\n".join([header, *blocks]))
 
 

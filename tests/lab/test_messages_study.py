@@ -88,7 +88,7 @@ def test_the_grids_ask_every_chat_in_every_arm(tmp_path, monkeypatch):
     heads.to_csv(tables / "heads.csv")
     tuned.to_csv(tables / "strengths.csv")
     (folder / "vectors.parquet").write_text("")
-    header = chats.HEADER.format(stage="test", model=model, tokens=chats.TOKENS, rows=32)
+    header = chats.HEADER.format(stage="test", model=model, tokens=chats.TOKENS)
     grid = folder / "test" / "grid.toml"
     grid.write_text("\n".join([header, *chats.test_blocks(model, folder / "test", tables)]))
     cells = load_grid(grid, check=False, allow_code=True).cells
