@@ -25,9 +25,10 @@ def draw(arms: pd.DataFrame) -> Figure:
     95 % intervals. Dotted: no bias."""
     arms = arms[arms["stage"] == "test"]
     models = [name for name in NAMES if name in set(arms["model"])]
-    rows = -(-len(models) // 2)
-    figure = new_figure(9, 2.7 * rows + 0.4)
-    panels = figure.subplots(rows, 2, squeeze=False, sharex=True).ravel()
+    columns = min(2, len(models))
+    rows = -(-len(models) // columns)
+    figure = new_figure(1 + 4 * columns, 2.7 * rows + 0.4)
+    panels = figure.subplots(rows, columns, squeeze=False, sharex=True).ravel()
     for axes in panels[len(models) :]:
         axes.set_visible(False)
     for axes, model in zip(panels, models, strict=False):

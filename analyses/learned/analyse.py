@@ -9,7 +9,8 @@
 - *test*: texts/MODEL.parquet, a row a text, without the text. It has the columns of
   figures/families/texts, and seed.
 - *read*: the labels of the reader, in the same files (analyses/families/reader.py).
-- *compare*: arms.csv and differences.csv, with the arms of figures/families beside the new ones.
+- *compare*: arms.csv, arms.png and differences.csv, with arms of figures/families beside the new
+  ones.
 
 In intervals the three seeds are resampled first, and then the prompts of each.
 """
@@ -23,6 +24,7 @@ import numpy as np
 import pandas as pd
 
 from analyses.families.analyse import costs, difference_of, replace_rows, run_stage
+from analyses.families.draw import draw
 from analyses.families.grids import (
     ADDITION,
     ALL,
@@ -178,6 +180,7 @@ def compare(out: Path) -> None:
     for _, own in table.groupby(["metric", "arm", "against"]):
         table.loc[own.index, "p_holm"] = holm(own["p"].to_numpy())
     write_text(out / "arms.csv", as_csv(pd.DataFrame(arms), 6))
+    draw(pd.DataFrame(arms).assign(stage="test")).savefig(out / "arms.png", dpi=200)
     write_text(out / "differences.csv", as_csv(table, 6))
     print(as_text(table.drop(columns=["prompts", "p"]), ".3g"))
 
