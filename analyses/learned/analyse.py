@@ -10,7 +10,7 @@
   figures/families/texts, and seed.
 - *read*: the labels of the reader, in the same files (analyses/families/reader.py).
 - *compare*: arms.csv, arms.png and differences.csv, with arms of figures/families beside the new
-  ones.
+  ones; seeds.csv has the first measure in each seed.
 
 In intervals the three seeds are resampled first, and then the prompts of each.
 """
@@ -170,18 +170,20 @@ def all_texts(model: str, out: Path) -> pd.DataFrame:
 
 
 def compare(out: Path) -> None:
-    """Write arms.csv and differences.csv."""
-    arms, tests = [], []
+    """Write arms.csv, differences.csv and seeds.csv."""
+    arms, tests, seeds = [], [], []
     for file in sorted((out / "texts").glob("*.parquet")):
         model, texts = file.stem, all_texts(file.stem, out)
         arms += [{"model": model} | row for row in arm_rows(texts)]
         tests += [{"model": model} | row for row in test_rows(texts)]
+        seeds += [{"model": model} | row for row in seed_rows(texts)]
     table = pd.DataFrame(tests)
     for _, own in table.groupby(["metric", "arm", "against"]):
         table.loc[own.index, "p_holm"] = holm(own["p"].to_numpy())
     write_text(out / "arms.csv", as_csv(pd.DataFrame(arms), 6))
     draw(pd.DataFrame(arms).assign(stage="test")).savefig(out / "arms.png", dpi=200)
     write_text(out / "differences.csv", as_csv(table, 6))
+    write_text(out / "seeds.csv", as_csv(pd.DataFrame(seeds), 6))
     print(as_text(table.drop(columns=["prompts", "p"]), ".3g"))
 
 
@@ -198,6 +200,17 @@ def arm_rows(texts: pd.DataFrame) -> Iterator[dict]:
             yield {"arm": arm, "metric": metric, "mean": by_prompt[metric].mean()} | {
                 "low": low, "high": high, "cost": cost, "texts": len(own)
             }  # fmt: skip
+
+
+def seed_rows(texts: pd.DataFrame) -> Iterator[dict]:
+    """The first measure in each seed."""
+    for seed, own in texts.groupby("seed"):
+        for metric in METRICS:
+            if metric in own:
+                steered, compared = (own[own["arm"] == name] for name in PAIRS[0])
+                change = difference_of(steered, compared, metric)
+                ends = {"difference": change.mean, "low": change.low, "high": change.high}
+                yield {"seed": int(seed), "metric": metric} | ends
 
 
 def test_rows(texts: pd.DataFrame) -> Iterator[dict]:

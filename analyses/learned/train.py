@@ -274,9 +274,8 @@ def compare(name: str, models: Path, out: Path) -> None:
 def matrix_of(rows: pd.DataFrame, size: tuple[int, int]) -> Tensor:
     """Strengths, [layer head]."""
     strengths = torch.zeros(size)
-    strengths[rows["layer"].to_numpy(), rows["head"].to_numpy()] = torch.tensor(
-        rows["strength"].to_numpy(), dtype=strengths.dtype
-    )
+    for layer, head, strength in rows[["layer", "head", "strength"]].itertuples(index=False):
+        strengths[layer, head] = strength
     return strengths
 
 
