@@ -9,7 +9,7 @@ conversations, tasks and grid.toml into made/MODEL/messages/STAGE. Stages:
 - *heads*: no chats, but the heads that carry four messages (heads.csv) and the vectors of
   activation addition (vectors.parquet in made/MODEL/messages);
 - *tune*: messages that choose, two chats each, four turns, strengths that are tried next;
-- *test*: messages of the test, two chats each, every arm with 8 or 16 turns;
+- *test*: messages of the test, two chats each, the next arm with 8 or 16 turns;
 - *alarm*: six more chats of these messages, 8 turns, without a bias;
 - *neutral*: 16 chats with a neutral message, 16 turns, which say what chance gives.
 
@@ -293,8 +293,8 @@ def tune_blocks(model: str, folder: Path, tables: Path) -> list[str]:
 
 
 def test_blocks(model: str, folder: Path, tables: Path) -> list[str]:
-    """Every arm with its tuned strength, three of them with more turns; but those are left out
-    whose answers have been judged.
+    """The first arm whose answers have not been judged, with its tuned strength; none where all
+    have been. So each arm is judged before the next one is made.
 
     Raises:
         RunError: An arm is not tuned.
@@ -305,20 +305,17 @@ def test_blocks(model: str, folder: Path, tables: Path) -> list[str]:
         raise RunError(f"{', '.join(missing)} of {model} not tuned; run analyse.py tune {model}")
     file = tables / "answers.test.parquet"
     judged = set(pd.read_parquet(file)["arm"]) if file.exists() else set()
-    heads, blocks = heads_of(tables, model), []
-    for arm in ARMS:
-        if arm in judged:
-            continue
-        turns = LONG if arm in LONG_ARMS else TURNS
-        if arm == ADDITION:
-            vector = vector_method(model, folder, own[arm])
-            blocks.append(chat_block(folder, turns, {arm: "none"}, [vector]))
-        elif arm == REPEATED:
-            blocks.append(chat_block(folder, turns, {arm: "none"}, task="repeated"))
-        else:
-            recipe = "none" if arm == NO_BIAS else recipe_of(arm, heads, own[arm])
-            blocks.append(chat_block(folder, turns, {arm: recipe}))
-    return blocks
+    arm = next((arm for arm in ARMS if arm not in judged), None)
+    if arm is None:
+        return []
+    turns = LONG if arm in LONG_ARMS else TURNS
+    if arm == ADDITION:
+        vector = vector_method(model, folder, own[arm])
+        return [chat_block(folder, turns, {arm: "none"}, [vector])]
+    if arm == REPEATED:
+        return [chat_block(folder, turns, {arm: "none"}, task="repeated")]
+    recipe = "none" if arm == NO_BIAS else recipe_of(arm, heads_of(tables, model), own[arm])
+    return [chat_block(folder, turns, {arm: recipe})]
 
 
 def write_vectors(model: str, path: str, file: Path, kinds: set[str]) -> None:

@@ -18,8 +18,8 @@ stage() {
 }
 [ -f "$root/figures/messages/pilot.csv" ] || stage pilot
 python "$here/chats.py" heads $model --models "$models"
-# Tuning has three rounds; one that has nothing left to try makes nothing.
-for name in neutral tune tune tune test alarm; do
+# Tuning has three rounds, and the test has six arms; a stage that has nothing left to make makes nothing.
+for name in neutral tune tune tune test test test test test test alarm; do
     stage $name
 done
 python "$here/measures.py" $model --models "$models"

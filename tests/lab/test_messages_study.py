@@ -89,10 +89,18 @@ def test_the_grids_ask_every_chat_in_every_arm(tmp_path, monkeypatch):
     tuned.to_csv(tables / "strengths.csv")
     (folder / "vectors.parquet").write_text("")
     header = chats.HEADER.format(stage="test", model=model, tokens=chats.TOKENS)
-    grid = folder / "test" / "grid.toml"
-    grid.write_text("\n".join([header, *chats.test_blocks(model, folder / "test", tables)]))
-    cells = load_grid(grid, check=False, allow_code=True).cells
-    assert [analyse.arm_of(cell) for cell in cells] == [
+    grid, file = folder / "test" / "grid.toml", tables / "answers.test.parquet"
+    cells = []
+    # Each call makes the next arm, and judged answers of other arms stay.
+    while blocks := chats.test_blocks(model, folder / "test", tables):
+        grid.write_text("\n".join([header, *blocks]))
+        cells += load_grid(grid, check=False, allow_code=True).cells
+        arm = analyse.arm_of(cells[-1])
+        for followed in (0.0, 100.0 * len(cells)):
+            analyse.add_answers(file, pd.DataFrame({"arm": [arm], "followed": followed}))
+    stored = pd.read_parquet(file)
+    assert stored["followed"].tolist() == [100, 200, 300, 400, 500, 600]
+    assert list(stored["arm"]) == [analyse.arm_of(cell) for cell in cells] == [
         "no bias", "chosen heads", "all heads", "message repeated", "chosen heads, constant",
         "activation addition",
     ]  # fmt: skip
@@ -104,19 +112,6 @@ def test_the_grids_ask_every_chat_in_every_arm(tmp_path, monkeypatch):
     assert repeated == [5, 9, 13]
     bias = cells[4].active_augmentations[0]
     assert bias.bias(300, 10) == bias.bias(1000, 10) == pytest.approx(2 * np.log(30))
-    # Arms that have been judged are not made again, and their answers stay.
-    answers = pd.DataFrame({"arm": ["no bias", "all heads"], "followed": [0.0, 100.0]})
-    analyse.add_answers(tables / "answers.test.parquet", answers)
-    analyse.add_answers(tables / "answers.test.parquet", answers.iloc[1:].assign(followed=50.0))
-    stored = pd.read_parquet(tables / "answers.test.parquet")
-    assert dict(zip(stored["arm"], stored["followed"], strict=True)) == {
-        "no bias": 0.0, "all heads": 50.0
-    }  # fmt: skip
-    grid.write_text("\n".join([header, *chats.test_blocks(model, folder / "test", tables)]))
-    left = load_grid(grid, check=False, allow_code=True).cells
-    assert [analyse.arm_of(cell) for cell in left] == [
-        "chosen heads", "message repeated", "chosen heads, constant", "activation addition"
-    ]  # fmt: skip
 
 
 def test_an_answer_is_judged_by_its_own_message():
