@@ -253,6 +253,8 @@ def _render(learned: Learned, pairs: pd.DataFrame, options: Mapping[str, Any]) -
         f" {best['rise']:.4f} nats a token less probable.",
         f"{pluralize(up, 'head')} got a strength above 0, and {len(heads) - up} one below.",
     ]
+    shown = heads.head(SHOWN_HEADS)
+    shown = shown.assign(strength=shown["strength"].map("{:.3f}".format))
     sections = [
         Section(
             "Strengths and cost",
@@ -261,7 +263,7 @@ def _render(learned: Learned, pairs: pd.DataFrame, options: Mapping[str, Any]) -
             learned.plot(),
             None,
         ),
-        Section("Heads", "Those with the largest strengths.", None, heads.head(SHOWN_HEADS)),
+        Section("Heads", "Those with the largest strengths.", None, shown),
         Section(
             "Pairs",
             "The first of them.",

@@ -46,6 +46,9 @@ def test_pairs_of_a_table(tmp_path):
     page = (tmp_path / "out" / "report.html").read_text("utf-8")
     assert "Strengths of heads in planted" in page
     assert "nats a token" in page
+    layer, head = key["carrier"]
+    row = (f"<td>{layer}</td>", f"<td>{head}</td>", f"{learned.strengths[key['carrier']]:.3f}</td>")
+    assert all(cell in page for cell in row)
 
 
 def test_pairs_of_a_task_are_of_opposite_attributes():
