@@ -187,11 +187,15 @@ class Learned:
         left, right = figure.subplots(1, 2)
         most = float(np.abs(self.strengths).max()) or 1.0
         drawn = layer_map(left, self.strengths, cmap="RdBu_r", vmin=-most, vmax=most)
-        figure.colorbar(drawn, ax=left, label="strength")
-        for colour, part in zip(COLOURS[1:], ("train", "held-out"), strict=False):
+        bar = figure.colorbar(drawn, ax=left)
+        bar.set_label("strength", size=8)
+        bar.ax.tick_params(labelsize=7)
+        # Training steps have different pairs each, so that no line joins them.
+        for part, look in (("train", "."), ("held-out", "-o")):
             own = self.history[self.history["part"] == part]
+            colour = COLOURS[2] if part == "held-out" else "0.6"
             cost = own["kl"] + own["rise"]
-            right.plot(cost, own["change"], "-o", ms=2.5, lw=0.9, color=colour, label=part)
+            right.plot(cost, own["change"], look, ms=2.5, lw=0.9, color=colour, label=part)
         best = self.best_parts
         right.plot(
             best["kl"] + best["rise"],
