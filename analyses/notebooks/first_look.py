@@ -9,7 +9,7 @@
 # LaPA2 change? What does the model lose when one head cannot see the prefix? At the end we ask the
 # same of a system prompt in a chat, and whether the answers follow it.
 #
-# **Running time:** about three minutes on two CPU cores, with SmolLM2-135M.
+# **Running time:** about four minutes on two CPU cores, with SmolLM2-135M.
 #
 # The model is a TransformerBridge, the class of TransformerLens 4. `augmented(...)` is a context
 # manager around any forward pass, and everything else is TransformerLens as you know it.
@@ -23,7 +23,6 @@ import torch
 from IPython.display import HTML
 
 from lapa2_interp import Augmentation, Layout, augmented, generate, load_model, methods, report
-from lapa2_interp.tasks import exact_messages
 
 MODEL = os.environ.get("LAPA2_MODEL", "smollm2-135m")  # or another of `lapa2 models`, or a folder
 torch.set_grad_enabled(False)
@@ -168,24 +167,25 @@ for measured in ("attention", "effect"):
 # ## Do the answers follow it?
 #
 # Attention and effect say what the model reads, not what it does. For some messages a program can
-# say whether an answer follows them. Here the message asks for one sentence, and eight chats ask
-# the same questions. The table has the percentage of answers that follow, by turn and arm.
+# say whether an answer follows them. Here the message allows twelve words, and four chats ask the
+# same questions. The table has the percentage of answers that follow, by turn and arm.
 #
-# SmolLM2 hardly follows such messages, even at the first turn, so that little can fade. To see a
+# SmolLM2 seldom follows such messages, even at the first turn, so that little can fade. To see a
 # message that is followed at first, set the variable `LAPA2_MODEL` to a larger model, such as
 # `Qwen/Qwen2.5-Coder-1.5B-Instruct`, and run the notebook again. It follows six of 16 kinds of
 # messages. `analyses/messages` in the repository has a study of it.
 
 # %%
-message = next(one for one in exact_messages.messages_of("test") if one.kind == "one sentence")
-first, *later = exact_messages.exact_messages()["questions"][:4]
 task = methods.chat_task(
-    [{"role": "system", "content": message.text}, {"role": "user", "content": first}], later=later
+    [
+        {"role": "system", "content": "Use at most twelve words in an answer."},
+        {"role": "user", "content": "How does one keep a cactus?"},
+    ],
+    later=["What helps against a cold?", "How do bees make honey?"],
 )
 chats = generate(
-    model, method="chat", task=task, alpha=[0.0, 0.5], length=length, eos="stop", samples=8
+    model, method="chat", task=task, alpha=[0.0, 0.5], length=length, eos="stop", samples=4
 )
 answers = chats.texts()
-answers["follows, %"] = 100 * answers["continuation"].map(message.is_followed)
-print(message.text)
+answers["follows, %"] = 100.0 * (answers["continuation"].str.split().map(len) <= 12)
 answers.groupby(["turn", "arm"])["follows, %"].mean().unstack()

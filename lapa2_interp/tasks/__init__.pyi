@@ -1,3 +1,4 @@
+from .exact_messages import messages_of as messages_of
 from .prompts import as_prompts as as_prompts
 from .prompts import read_prompts as read_prompts
 from .task import Prompts as Prompts
