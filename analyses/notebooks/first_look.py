@@ -9,7 +9,7 @@
 # LaPA2 change? What does the model lose when one head cannot see the prefix? At the end we ask the
 # same of a system prompt in a chat, and whether the answers follow it.
 #
-# **Running time:** about four minutes on two CPU cores, with SmolLM2-135M.
+# **Running time:** about three minutes on two CPU cores, with SmolLM2-135M.
 #
 # The model is a TransformerBridge, the class of TransformerLens 4. `augmented(...)` is a context
 # manager around any forward pass, and everything else is TransformerLens as you know it.
@@ -170,7 +170,7 @@ for measured in ("attention", "effect"):
 # say whether an answer follows them. Here the message allows twelve words, and four chats ask the
 # same questions. The table has the percentage of answers that follow, by turn and arm.
 #
-# SmolLM2 seldom follows such messages, even at the first turn, so that little can fade. To see a
+# SmolLM2 hardly follows system messages, even at the first turn, so that little can fade. To see a
 # message that is followed at first, set the variable `LAPA2_MODEL` to a larger model, such as
 # `Qwen/Qwen2.5-Coder-1.5B-Instruct`, and run the notebook again. It follows six of 16 kinds of
 # messages. `analyses/messages` in the repository has a study of it.

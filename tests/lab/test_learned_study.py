@@ -8,7 +8,7 @@ import pytest
 from conftest import load
 
 from analyses.families.grids import SMOLLM2
-from analyses.learned import analyse, grids, train
+from analyses.learned import analyse, grids, heads, train
 from lapa2_interp import generate
 from lapa2_interp.circuits.learning import PairObjective, TextPair
 from lapa2_interp.methods.registry import find_class, load_task
@@ -148,3 +148,17 @@ def test_seeds_are_resampled_before_prompts():
     low, high, _ = analyse.nested(apart, "value")
     assert low < 2.1
     assert high > 3.9, "seeds that differ widen the interval"
+
+
+def test_strengths_are_ranked_against_slopes_and_averaged_by_kind(monkeypatch):
+    monkeypatch.setattr(heads, "RESAMPLES", 20)
+    slope = np.arange(-4.0, 5.0)
+    table = pd.DataFrame({"slope": slope, "knock-out": -slope, 1: slope, 2: slope**3, 3: -slope})
+    table["kind"] = np.where(slope > 2, "chosen", np.where(slope < -2, "opposing", "others"))
+    rows = pd.DataFrame(heads.rows_of(table)).set_index(["what", "seed"])["value"]
+    assert rows["rank correlation with slope"].tolist() == pytest.approx([1, 1, -1])
+    assert rows["rank correlation with knock-out"].tolist() == pytest.approx([-1, -1, 1])
+    assert rows["rank correlation of two seeds", "1 and 3"] == pytest.approx(-1)
+    assert rows["mean strength, chosen", "all"] == pytest.approx((27 + 64) / 6)
+    assert rows["mean strength, opposing", "all"] == pytest.approx(-(27 + 64) / 6)
+    assert rows["strengths below 0, %"].tolist() == pytest.approx([400 / 9] * 3)
