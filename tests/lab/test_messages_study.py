@@ -10,10 +10,11 @@ import pytest
 import torch
 
 from analyses.instructions.analyse import chat
-from analyses.messages import analyse, chats, loop, measures
+from analyses.messages import analyse, chats, draw, loop, measures, reader
 from lapa2_interp import Layout, circuits, generate, load_model
 from lapa2_interp.bias.recipes import parse_recipes
 from lapa2_interp.circuits.hidden_span import forced_logits
+from lapa2_interp.errors import DataError
 from lapa2_interp.generation.teacher_forcing import teacher_forced
 from lapa2_interp.methods.chat import chat_task
 from lapa2_interp.runs.grid import load_grid
@@ -219,3 +220,63 @@ def test_slopes_tell_turns_from_tokens():
     assert low[0] < 0.3
     assert high[0] > -0.3
     assert high[1] < -0.5
+
+
+def answers_to_read(rng):
+    """40 answers to a message of each of six kinds, of which a tenth follows one of them."""
+    rows = []
+    for kind, follow in zip(sorted(SIX), (0.1, 0.5, 0.5, 0.5, 1, 0.9), strict=True):
+        for i in range(40):
+            row = {"arm": "no bias", "message": f"{kind}?", "kind": kind, "chat": 0, "turn": i}
+            verdict = 100.0 * (i < 40 * follow)
+            rows.append(row | {"followed": verdict, "continuation": f" {kind} {i}\n"})
+    return pd.DataFrame(rows).iloc[rng.permutation(len(rows))].reset_index(drop=True)
+
+
+def test_a_reader_sees_all_kinds_and_no_verdict(tmp_path):
+    drawn = reader.drawn(answers_to_read(np.random.default_rng(0)))
+    assert len(drawn) == reader.ANSWERS
+    assert not drawn.duplicated(["kind", "turn"]).any()
+    sizes = drawn.groupby("kind")["followed"].agg(["size", "sum"])
+    assert set(sizes["size"]) == {16, 17}
+    half = sizes.loc[["first words", "language", "list"], "sum"] / 100
+    assert half.between(8, 9).all(), "both verdicts where there are enough"
+    first, last = sorted(SIX)[0], sorted(SIX)[4]
+    assert sizes.loc[first, "sum"] == 400
+    assert sizes.loc[last, "sum"] == sizes.loc[last, "size"] * 100
+    reader.write_sheet(drawn, tmp_path)
+    sheet = (tmp_path / "sheet.md").read_text("utf-8")
+    assert sheet.count("## ") == 100
+    assert "100.0" not in sheet
+    assert "no bias" not in sheet
+
+
+def test_agreement_is_that_of_the_labels(tmp_path):
+    drawn = reader.drawn(answers_to_read(np.random.default_rng(0)))
+    reader.write_sheet(drawn, tmp_path)
+    labels = drawn[["number"]].assign(follows=np.where(drawn["followed"] > 0, "yes", "no"))
+    labels.loc[labels.index[:7], "follows"] = np.where(drawn["followed"][:7] > 0, "no", "Yes ")
+    labels.sample(frac=1, random_state=1).to_csv(tmp_path / "labels.csv", index=False)
+    table = reader.agreement(reader.compared(tmp_path)).set_index("kind")
+    assert table.loc["all", "agree"] == pytest.approx(93)
+    assert table.loc["all", "answers"] == 100
+    labels.iloc[:-1].to_csv(tmp_path / "labels.csv", index=False)
+    with pytest.raises(DataError, match="must say yes or no; it has 100: nan"):
+        reader.compared(tmp_path)
+
+
+def test_the_figure_names_every_arm_and_kind():
+    turns = {name: 16 if name in chats.LONG_ARMS else 8 for name in draw.SHOWN}
+    assert set(draw.SHOWN) == set(chats.ARMS)
+    rows = [
+        {"arm": arm, "kind": kind, "turn": turn, "metric": metric, "mean": 50 - turn,
+         "low": 40 - turn, "high": 60 - turn}
+        for arm, last in turns.items() for kind in ("all", *sorted(SIX))
+        for turn in range(1, last + 1) for metric in ("followed", "attention")
+    ]  # fmt: skip
+    chance = pd.DataFrame(
+        {"kind": kind, "turn": turn, "mean": 30} for kind in ("all", *SIX) for turn in range(1, 17)
+    )
+    figure = draw.draw(pd.DataFrame(rows), chance)
+    written = {text.get_text() for axes in figure.axes for text in axes.texts}
+    assert written == {*chats.ARMS, *SIX, "chance"}
