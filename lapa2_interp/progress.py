@@ -36,12 +36,12 @@ def progress_bar(total: int, label: str, noun: str = "token", *, initial: int = 
         "unit": noun,
         "initial": initial,
         "delay": SHOWN_AFTER,
+        # Batches end in bursts, so only the rate since the beginning says how long the rest takes.
+        "smoothing": 0,
     }
     if sys.stderr.isatty():
-        return tqdm(
-            **form, file=raw_stream(sys.stderr), mininterval=0.2, smoothing=0.1, dynamic_ncols=True
-        )
-    return LineBar(**form, mininterval=1.0, miniters=1, smoothing=0.1)
+        return tqdm(**form, file=raw_stream(sys.stderr), mininterval=0.2, dynamic_ncols=True)
+    return LineBar(**form, mininterval=1.0, miniters=1)
 
 
 @contextmanager

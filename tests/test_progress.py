@@ -70,6 +70,23 @@ def test_a_log_gets_a_line_every_15_seconds_and_one_at_the_end(clock, capsys):
     ]
 
 
+def test_the_time_left_follows_the_whole_work_and_not_the_last_burst(clock, capsys):
+    """Rows of a batch that end early are counted when the batch ends."""
+    with progress_bar(1000, "1 cell") as bar:
+        for _ in range(15):
+            clock[0] += 1.0
+            bar.update(1)
+        for _ in range(14):
+            clock[0] += 1.0
+            bar.update(1)
+        clock[0] += 1.0
+        bar.update(271)
+    assert lines(capsys)[:2] == [
+        "1 cell: 1 % (15 of 1,000 tokens), 00:15 gone, 16:25 left",
+        "1 cell: 30 % (300 of 1,000 tokens), 00:30 gone, 01:10 left",
+    ]
+
+
 def test_slow_steps_give_a_line_each_and_the_last_only_one(clock, capsys):
     for _ in work(clock, progress_bar(3, "preparing", "prompt"), steps=3, seconds=60.0):
         pass
