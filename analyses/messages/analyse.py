@@ -319,7 +319,7 @@ def differences(answers: pd.DataFrame) -> pd.DataFrame:
             ends = {"difference": change.mean, "low": change.low, "high": change.high}
             p = exact_p(steered, base, "followed")
             rows.append({"turn": turn, "arm": arm, "against": against} | ends | {"p": p})
-    table = pd.DataFrame(rows)
+    table = pd.DataFrame(rows, columns=["turn", "arm", "against", "difference", "low", "high", "p"])
     first = (table["turn"] == TURNS) & (table["against"] == NO_BIAS)
     table.loc[first, "p_holm"] = holm(table.loc[first, "p"].to_numpy())
     return table

@@ -280,3 +280,19 @@ def test_the_figure_names_every_arm_and_kind():
     figure = draw.draw(pd.DataFrame(rows), chance)
     written = {text.get_text() for axes in figure.axes for text in axes.texts}
     assert written == {*chats.ARMS, *SIX, "chance"}
+
+
+def test_tables_of_one_arm_alone_are_written(tmp_path):
+    rng = np.random.default_rng(0)
+    rows = [
+        {"arm": "no bias", "message": f"{i}?", "kind": "list", "chat": chat, "turn": turn,
+         "against": False, "followed": 100.0 * rng.integers(2), "n_tokens": 9, "keys": 40 * turn,
+         "attention": 9 / turn, "nll": 2.0, "relevant": 100.0}
+        for i in range(8) for chat in range(2) for turn in range(1, 17)
+    ]  # fmt: skip
+    analyse.add_answers(tmp_path / "answers.test.parquet", pd.DataFrame(rows))
+    analyse.compare("a-model", tmp_path)
+    assert pd.read_csv(tmp_path / "differences.csv").empty
+    assert pd.read_csv(tmp_path / "costs.csv")["cost"].tolist() == [1]
+    fade = pd.read_csv(tmp_path / "fade.csv").set_index("what")
+    assert fade.loc["attention: first turn below turn 1", "mean"] == 2
