@@ -73,7 +73,7 @@ def answers_of(folders: Sequence[Path], model: str, tables: Path) -> pd.DataFram
     """The judged answers of all runs, a row each, in one order."""
     messages, parts = messages_in("test", kinds_of(model, tables)), []
     for folder in folders:
-        run = load_run(folder)
+        run = load_run(folder, earlier=True)  # a run has an arm at a time
         texts = run.texts(list(run.finished))
         texts["arm"] = [arm_of(run.by_key[key]) for key in texts["cell"]]
         parts.append(numbered(judged(texts, messages), STAGES["test"], messages))
