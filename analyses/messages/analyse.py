@@ -16,7 +16,7 @@ its message, and writes to figures/messages:
   messages of the test, which were not given;
 - after *test*, or alone with *compare*: shares.csv by arm, kind and turn; differences.csv, arms
   minus no bias at turns 8 and 16 with Holm's correction; costs.csv; fade.csv, where no bias first
-  falls below its first turn, and what turns and tokens do.
+  falls below its first turn by kind, and what turns and tokens do.
 
 The *cost* of an arm is the perplexity of its answers given message and question alone, by the model
 without a bias, as a multiple of that of no bias. Intervals resample messages.
@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -339,26 +340,27 @@ def costs_of_arms(answers: pd.DataFrame) -> pd.DataFrame:
 
 
 def fade(answers: pd.DataFrame) -> pd.DataFrame:
-    """The first turn at which "follows" and attention are shown to be below turn 1; and the slopes
-    of turns and tokens in one regression, as changes of the log-odds for a standard deviation of
-    each."""
+    """By kind (or all of them) the first turn at which "follows" and attention are shown to be
+    below turn 1; and the slopes of turns and tokens in one regression, as changes of the log-odds
+    for a standard deviation of each."""
     rows = []
-    for metric in ("followed", "attention"):
-        at = paired(answers, metric)
+    for kind, metric in product(("all", *answers["kind"].unique()), ("followed", "attention")):
+        at = paired(answers[(answers["kind"] == kind) | (kind == "all")], metric)
         at["attribute"] = at["chat"].astype(str)
         first, shown = at[at["turn"] == 1], None
         for turn in sorted(set(at["turn"]) - {1}):
             change = difference_of(at[at["turn"] == turn], first, metric)
             ends = {"mean": change.mean, "low": change.low, "high": change.high}
-            rows.append({"what": f"{metric} minus turn 1", "turn": turn} | ends)
+            rows.append({"what": f"{metric} minus turn 1", "kind": kind, "turn": turn} | ends)
             if shown is None and change.high < 0:
                 shown = turn
-        rows.append({"what": f"{metric}: first turn below turn 1", "mean": shown})
+        what = f"{metric}: first turn below turn 1"
+        rows.append({"what": what, "kind": kind, "mean": shown})
     slopes = turns_and_tokens(answers)
     low, high = bounds_of(slopes)
     for i, name in enumerate(("turns", "tokens")):
         ends = {"mean": slopes[0, i], "low": low[i], "high": high[i]}
-        rows.append({"what": f"slope of {name}"} | ends)
+        rows.append({"what": f"slope of {name}", "kind": "all"} | ends)
     return pd.DataFrame(rows)
 
 

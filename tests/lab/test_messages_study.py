@@ -294,5 +294,5 @@ def test_tables_of_one_arm_alone_are_written(tmp_path):
     analyse.compare("a-model", tmp_path)
     assert pd.read_csv(tmp_path / "differences.csv").empty
     assert pd.read_csv(tmp_path / "costs.csv")["cost"].tolist() == [1]
-    fade = pd.read_csv(tmp_path / "fade.csv").set_index("what")
-    assert fade.loc["attention: first turn below turn 1", "mean"] == 2
+    fade = pd.read_csv(tmp_path / "fade.csv").set_index(["what", "kind"])
+    assert fade.loc[("attention: first turn below turn 1", "list"), "mean"] == 2
