@@ -41,6 +41,7 @@ from lapa2_interp.circuits.metrics import Predictions, js
 from lapa2_interp.files import atomic_write
 from lapa2_interp.generation.arrange import chat_layout
 from lapa2_interp.methods.registry import HIDDEN
+from lapa2_interp.models.card import prepacked_model
 from lapa2_interp.models.facts import Model, facts_of
 from lapa2_interp.progress import progress_bar
 from lapa2_interp.tasks.task import ChatForm
@@ -83,10 +84,11 @@ def measure(path: str, answers: pd.DataFrame, chosen: np.ndarray, file: Path) ->
     known = pd.read_parquet(file) if file.exists() else pd.DataFrame(columns=keys)
     there = set(known[keys].itertuples(index=False, name=None))
     left = [of for key, of in answers.groupby(keys, sort=False) if key not in there]
-    model = load_model(path, dtype="bfloat16", model_class="TransformersModel") if left else None
-    with progress_bar(len(left), "measures", "chat") as bar:
+    if not left:
+        return known
+    model = load_model(path, dtype="bfloat16", model_class="TransformersModel")
+    with prepacked_model(model), progress_bar(len(left), "measures", "chat") as bar:
         for i, of in enumerate(left, start=1):
-            assert model is not None
             of = of.sort_values("turn")
             own = of[[*keys, "kind", "turn", "against", "keys"]].assign(
                 broke=(of["followed"] == 0).astype(int), **before_answers(model, of, chosen)
