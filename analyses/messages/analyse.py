@@ -15,8 +15,8 @@ its message, and writes to figures/messages:
 - *neutral*: chance.csv, by kind and turn the share of answers to a neutral message that follow the
   messages of the test, which were not given;
 - after *test*, or alone with *compare*: shares.csv by arm, kind and turn; differences.csv, arms
-  minus no bias at turns 8 and 16 with Holm's correction; costs.csv; fade.csv, where no bias first
-  falls below its first turn by kind, and what turns and tokens do.
+  minus no bias at turns 8 and 16, with Holm's correction for all kinds together; costs.csv;
+  fade.csv, where no bias first falls below its first turn by kind, and what turns and tokens do.
 
 The *cost* of an arm is the perplexity of its answers given message and question alone, by the model
 without a bias, as a multiple of that of no bias. Intervals resample messages.
@@ -287,11 +287,11 @@ def compare(model: str, out: Path) -> None:
 
 
 def all_shares(answers: pd.DataFrame) -> pd.DataFrame:
-    """By arm, kind (or all of them) and turn: answers that follow, and attention."""
+    """By arm, kind (or all of them) and turn: answers that follow, attention, and tokens."""
     rows = []
     for kind, of_kind in (("all", answers), *answers.groupby("kind", sort=False)):
         for (arm, turn), own in of_kind.groupby(["arm", "turn"], sort=False):
-            for metric in ("followed", "attention"):
+            for metric in ("followed", "attention", "n_tokens"):
                 where = {"arm": arm, "kind": kind, "turn": turn, "metric": metric}
                 rows.append(where | share_of(own, metric))
     for asked, of_chats in answers.groupby(with_user_against(answers)):
@@ -308,10 +308,12 @@ def with_user_against(answers: pd.DataFrame) -> pd.Series:
 
 
 def differences(answers: pd.DataFrame) -> pd.DataFrame:
-    """Arms minus others at the last turns; the first measure is corrected for its arms."""
+    """Arms minus others at the last turns, by kind (or all of them); the first measure is corrected
+    for its arms."""
     rows = []
-    for turn in (TURNS, LONG):
-        at = paired(answers[answers["turn"] == turn], "followed")
+    for kind, turn in product(("all", *answers["kind"].unique()), (TURNS, LONG)):
+        own = (answers["turn"] == turn) & ((answers["kind"] == kind) | (kind == "all"))
+        at = paired(answers[own], "followed")
         for arm, against in COMPARED:
             steered, base = (at[at["arm"] == name] for name in (arm, against))
             if steered.empty or base.empty:
@@ -319,10 +321,14 @@ def differences(answers: pd.DataFrame) -> pd.DataFrame:
             change = difference_of(steered, base, "followed")
             ends = {"difference": change.mean, "low": change.low, "high": change.high}
             p = exact_p(steered, base, "followed")
-            rows.append({"turn": turn, "arm": arm, "against": against} | ends | {"p": p})
-    table = pd.DataFrame(rows, columns=["turn", "arm", "against", "difference", "low", "high", "p"])
-    first = (table["turn"] == TURNS) & (table["against"] == NO_BIAS)
-    table.loc[first, "p_holm"] = holm(table.loc[first, "p"].to_numpy())
+            where = {"kind": kind, "turn": turn, "arm": arm, "against": against}
+            rows.append(where | ends | {"p": p})
+    columns = ["kind", "turn", "arm", "against", "difference", "low", "high", "p"]
+    table = pd.DataFrame(rows, columns=columns)
+    first = (table["turn"] == TURNS) & (table["against"] == NO_BIAS) & (table["kind"] == "all")
+    p = table.loc[first, "p"].to_numpy()
+    missing = np.full(len(ARMS) - 1 - len(p), np.nan)  # arms that are planned, and not yet made
+    table.loc[first, "p_holm"] = holm(np.concatenate([p, missing]))[: len(p)]
     return table
 
 

@@ -5,7 +5,7 @@
 reads the chats of stage *alarm* again, and writes figures/messages/measures.parquet: by answer, at
 the last token before it,
 
-- *attention*: on the message, a mean over layers and heads;
+- *attention of all heads*: on the message, a mean over layers and heads;
 - *attention of chosen heads*: the same in the heads of heads.csv;
 - *effect*: how far the prediction of the first token moves when the message is hidden from all
   tokens behind it, as Jensen-Shannon divergence in nats;
@@ -46,7 +46,8 @@ from lapa2_interp.models.facts import Model, facts_of
 from lapa2_interp.progress import progress_bar
 from lapa2_interp.tasks.task import ChatForm
 
-ATTENTION, CHOSEN, EFFECT, ENTROPY = "attention", "attention of chosen heads", "effect", "entropy"
+ATTENTION, CHOSEN = "attention of all heads", "attention of chosen heads"
+EFFECT, ENTROPY = "effect", "entropy"
 MEASURES = (ATTENTION, CHOSEN, EFFECT, ENTROPY)
 SIGNS = {ATTENTION: -1, CHOSEN: -1, EFFECT: -1, ENTROPY: 1}
 """The sign with which a measure rings."""

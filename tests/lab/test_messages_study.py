@@ -197,14 +197,16 @@ def test_an_alarm_rings_where_attention_is_small():
     for message, number, turn in product(range(20), range(6), range(1, 9)):
         broke, noise = int(rng.random() < 0.5), rng.normal(size=4)
         seen = dict(zip(measures.MEASURES, noise, strict=True))
-        seen["attention"] -= 2 * broke
+        seen["attention of all heads"] -= 2 * broke
         where = {"message": f"m{message}", "chat": number, "turn": turn, "against": False}
         rows.append(where | {"keys": 40 * turn, "broke": broke} | seen)
     table = measures.alarms(pd.DataFrame(rows)).set_index("measure")
     assert table["predicts"].to_dict() == dict.fromkeys(measures.MEASURES, False) | {
-        "attention": True
+        "attention of all heads": True
     }
-    assert table.loc["attention", "precision"] > 0.8 > table.loc["entropy", "precision"]
+    assert (
+        table.loc["attention of all heads", "precision"] > 0.8 > table.loc["entropy", "precision"]
+    )
 
 
 def test_slopes_tell_turns_from_tokens():
