@@ -154,7 +154,7 @@ def test_what_is_seen_before_an_answer_is_that_of_a_plain_reading():
     assert seen["effect"] == pytest.approx(effect, rel=1e-3, abs=1e-6)
     trace = teacher_forced(model, layout, [written], trace="full")
     masses = trace["prefix"].to_numpy()[0, 0][steps]  # step layer head
-    assert seen["attention"] == pytest.approx(masses.mean(axis=(1, 2)), rel=1e-4)
+    assert seen["attention of all heads"] == pytest.approx(masses.mean(axis=(1, 2)), rel=1e-4)
     of_heads = (masses[:, 3, 1] + masses[:, 20, 4]) / 2
     assert seen["attention of chosen heads"] == pytest.approx(of_heads, rel=1e-4)
     logits = forced_logits(model, layout, written, [])[0, steps]
