@@ -87,9 +87,9 @@ def drawn(answers: pd.DataFrame) -> pd.DataFrame:
     kinds = list(answers.groupby("kind", sort=True))
     for i, (_, own) in enumerate(kinds):
         left = ANSWERS // len(kinds) + (i < ANSWERS % len(kinds))
-        broken, kept = (own[own["followed"] == verdict] for verdict in (0, 100))
-        n_broken = min(len(broken), max(left // 2, left - len(kept)))
-        for verdict, n in ((broken, n_broken), (kept, left - n_broken)):
+        broken, followed = (own[own["followed"] == verdict] for verdict in (0, 100))
+        n_broken = min(len(broken), max(left // 2, left - len(followed)))
+        for verdict, n in ((broken, n_broken), (followed, left - n_broken)):
             rows.append(verdict.iloc[rng.permutation(len(verdict))[:n]])
     table = pd.concat(rows)
     table = table.iloc[rng.permutation(len(table))].reset_index(drop=True)
