@@ -117,7 +117,7 @@ class LineBar(tqdm):
             *([self.postfix] if self.postfix else []),
             f"{self.format_interval(gone)} gone",
         ]
-        rate = self.format_dict["rate"] or (n - self.initial) / max(gone, 1e-9)
+        rate = (n - self.initial) / max(gone, 1e-9)
         if not self.disable and rate and total and n < total:
             parts.append(f"{self.format_interval(round((total - n) / rate))} left")
         return f"{self.desc}: {', '.join(parts)}"

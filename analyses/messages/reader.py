@@ -53,6 +53,10 @@ def main() -> None:
     parser.add_argument("--sheet", type=Path, help="the folder of the reader's sheet")
     parser.add_argument("--out", type=Path, default=OUT)
     options = parser.parse_args()
+    if options.do != "agree" and not options.runs:
+        parser.error(f"{options.do} reads answers, and needs the folder of a run")
+    if options.do != "languages" and options.sheet is None:
+        parser.error(f"{options.do} needs --sheet, the folder of the reader's sheet")
     if options.do == "agree":
         table = compared(options.sheet)
         replace_rows(options.out / "reader.csv", options.model, table)

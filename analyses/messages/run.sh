@@ -23,3 +23,4 @@ for name in neutral tune tune tune test test test test test test alarm; do
     stage $name
 done
 python "$here/measures.py" $model --models "$models"
+python "$here/draw.py" $model

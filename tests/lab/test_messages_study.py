@@ -225,7 +225,7 @@ def test_slopes_tell_turns_from_tokens():
 
 
 def answers_to_read(rng):
-    """40 answers to a message of each of six kinds, of which a tenth follows one of them."""
+    """40 answers to a message of each of six kinds, of which a share of its own follows."""
     rows = []
     for kind, follow in zip(sorted(SIX), (0.1, 0.5, 0.5, 0.5, 1, 0.9), strict=True):
         for i in range(40):
